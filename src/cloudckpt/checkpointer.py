@@ -315,15 +315,15 @@ class AsyncCheckpointer(Checkpointer):
             when_busy: The policy, unless ``BackgroundOptions(when_busy=...)`` sets another.
         """
         super().__init__(config)
+        options = config.config.background
         self._saver = AsyncSaver(
             process_group=config.process_group,
             no_dist=config.no_dist,
             kind=config.kind,
             stager=config.stager,
-            options=config.config.background,
+            options=replace(options, when_busy=options.when_busy or when_busy),
             tells_failures=True,
             on_failure=on_failure,
-            when_busy=when_busy,
         )
         self._ended = False
 

@@ -9,16 +9,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from cloudckpt.api import ToSave
+from cloudckpt import api
+from cloudckpt.background.groups import exists
+from cloudckpt.background.process import ProcessSender, SaveProcess
 from cloudckpt.background.stager import StagedState
+from cloudckpt.checkpoint.shard import send_here
 from cloudckpt.dcp.failures import release_frames
-from cloudckpt.dcp.writer import OurWriter
+from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import (
     AsyncSaveError,
     CloudCheckpointError,
+    ProcessGroupError,
     SaveInProgressError,
     StagingError,
 )
@@ -69,6 +75,7 @@ class Save:
         copy: The copy, if cloudckpt's stager made it.
         copying: The future of the copy, if a custom stager is still making it.
         failure: The error because of which this rank can't take part.
+        is_reported: Whether no later call has to raise the failure of the save.
     """
 
     number: int
@@ -83,6 +90,7 @@ class Save:
     copy: StagedState | None = None
     copying: Future[dict[str, Any]] | None = None
     failure: CloudCheckpointError | None = None
+    is_reported: bool = True
     _has_begun_writing: bool = False
 
     def __post_init__(self) -> None:
@@ -97,7 +105,7 @@ class Save:
             return self.copy.state_dict
         return self.state or {}
 
-    def prepared(self) -> ToSave:
+    def prepared(self) -> api.ToSave:
         """Returns the writer and the planner of the save.
 
         Raises:
@@ -105,7 +113,7 @@ class Save:
         """
         if self.failure is not None:
             raise self.failure
-        return ToSave(self.writer, self.planner)
+        return api.ToSave(self.writer, self.planner)
 
     def stage(self, made: dict[str, Any] | Future[dict[str, Any]]) -> None:
         """Takes the copy that a custom stager has made, or is making.
@@ -152,6 +160,47 @@ class Save:
         self.written.skipped = True
         self.staged.set_result(None)
         self.written.set_result(None)
+
+    def carry_out(
+        self, group: dist.ProcessGroup | None, no_dist: bool, process: SaveProcess | None
+    ) -> Metadata:
+        """Saves the copy, together with the other ranks.
+
+        Args:
+            group: The ranks.
+            no_dist: Whether this process saves alone.
+            process: The saving process; None to send from this process.
+        """
+        writer = self.writer if isinstance(self.writer, CloudStorageWriter) else None
+        sender: ProcessSender | None = None
+        if writer is not None and process is not None:
+            sender = process.sender(None if self.copy is None else self.copy.arena)
+            writer.sender = sender
+        is_known = True
+        try:
+            if group is not None and not exists(group):
+                raise ProcessGroupError(  # torch would save each rank alone, as if it were all
+                    "the process group was destroyed before this save began; wait for all "
+                    "saves before you destroy it",
+                    uri=self.where,
+                    committed=False,
+                )
+            metadata = api.save_prepared(
+                self.content, self.prepared, self.where, process_group=group, no_dist=no_dist
+            )
+        except ProcessGroupError as error:
+            is_known = error.committed is not None
+            raise
+        finally:
+            if sender is not None and is_known:
+                sender.settle()
+            if isinstance(self.planner, DefaultSavePlanner):
+                self.planner.state_dict = {}  # the planner would keep the copy until its next plan
+            if writer is not None:
+                writer.sender = send_here
+        if writer is not None:
+            self.written.transferred = writer.transferred
+        return metadata
 
     def run(self, carry_out: Callable[[Save], Any]) -> None:
         """Waits for the copy, saves it, and sets the future's outcome."""

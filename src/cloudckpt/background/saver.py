@@ -11,21 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cloudckpt import api
-from cloudckpt.background.groups import START_TIMEOUT, exists, give_back, open_group
-from cloudckpt.background.process import ProcessSender, SaveProcess
+from cloudckpt.background.groups import START_TIMEOUT, give_back, open_group
+from cloudckpt.background.process import SaveProcess
 from cloudckpt.background.save import Save, as_ours
 from cloudckpt.background.stager import Stager
-from cloudckpt.checkpoint.shard import send_here
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.meeting import Consensus, Meeting, RankStatus, all_expected
@@ -65,7 +63,6 @@ class AsyncSaver:
         options: BackgroundOptions | None = None,
         tells_failures: bool = False,
         on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
-        when_busy: Literal["wait", "auto"] = "wait",
         have_met: bool = False,
     ) -> None:
         """Makes a saver; a collective call.
@@ -81,8 +78,6 @@ class AsyncSaver:
             on_failure: Called with the numbers of the failed saves and the error, instead of
                 raising it; also if this rank alone has no memory for a copy. Called with the same
                 on all ranks; if it raises, it must do so on all.
-            when_busy: The policy for a save while another is in progress, unless the options set
-                one.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:
@@ -93,7 +88,7 @@ class AsyncSaver:
             AsyncSaveError: If a thread can't be started.
         """
         self._options = options if options is not None else BackgroundOptions()
-        self._policy = self._options.when_busy or when_busy
+        self._policy = self._options.when_busy or "wait"
         self._no_dist = no_dist or not _has_ranks()
         self._knows_no_ranks = self._no_dist and not no_dist
         self._tells_failures = tells_failures
@@ -119,7 +114,6 @@ class AsyncSaver:
         self._agreed: Save | None = None
         self._is_broken = False  # whether a collective of a save may still be in progress on a rank
         self._last: Save | None = None  # the last one given to the thread
-        self._unreported: dict[int, Save] = {}  # saves with an unreported outcome, by number
         self._lock = threading.Lock()
         self._closed = False
         self._ended = threading.Event()  # set when closing is complete
@@ -252,8 +246,7 @@ class AsyncSaver:
         raised = refused if raised is None else raised
         if raised is not None:
             raise raised
-        if self._tells_failures:
-            self._unreported[save.number] = save
+        save.is_reported = not self._tells_failures
 
     def _submit(self, save: Save) -> BaseException | None:
         """Gives a save that all ranks have begun to the thread.
@@ -303,8 +296,8 @@ class AsyncSaver:
         if consensus.objection() is None and not is_skipped:
             self._agreed = save
             self._number += 1
-        for number in consensus.earlier:
-            self._unreported.pop(number, None)  # even if it has not ended yet: all ranks know of it
+        if self._last is not None and self._last.number in consensus.earlier:
+            self._last.is_reported = True  # even if it has not ended yet: all ranks know of it
         try:
             consensus.raise_on_all_ranks()
         except CloudCheckpointError as error:
@@ -331,15 +324,15 @@ class AsyncSaver:
         while True:
             is_busy = True
             try:
-                is_busy = not self._has_ended(
-                    math.inf if self._policy == "wait" else pause, deadline
-                )
+                is_busy = not self._has_ended(pause, deadline)
                 if save is not None and not is_busy:
                     save.begin(commits=self._meeting.rank == 0)
             except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
                 status = RankStatus(failure=error)
             busy = status._replace(is_busy=is_busy, is_stuck=is_busy and self._is_stuck)
-            consensus = self._meeting.exchange(self._with_failure(busy))
+            if busy.failure is None and (failed := self._failed()) is not None:
+                busy = busy._replace(earlier=failed.number, failure=failed.written.exception())
+            consensus = self._meeting.exchange(busy)
             is_waiting = consensus.any_is_busy and not consensus.any_is_stuck
             if self._policy != "auto" or not is_waiting or consensus.objection() is not None:
                 return consensus
@@ -369,12 +362,6 @@ class AsyncSaver:
         """Whether this rank's requests fail or are not answered, here or in the saving process."""
         return is_stuck() or (self._process is not None and self._process.is_stuck)
 
-    def _with_failure(self, status: RankStatus) -> RankStatus:
-        """Returns this rank's status, with the unreported failure of an earlier save."""
-        if status.failure is None and (failed := self._next_failed()) is not None:
-            return status._replace(earlier=failed.number, failure=failed.written.exception())
-        return status
-
     def _aimed(
         self, writer: OurWriter | Callable[[], OurWriter], checkpoint_id: URILike | None
     ) -> tuple[OurWriter, str]:
@@ -395,14 +382,13 @@ class AsyncSaver:
             )
         return made, f"writer {id(made)}"
 
-    def _next_failed(self) -> Save | None:
-        """Returns the first save with an unreported failure; None if all were reported."""
-        for number, save in list(self._unreported.items()):
-            if save.written.done():
-                if save.written.exception() is not None:
-                    return save
-                del self._unreported[number]
-        return None
+    def _failed(self) -> Save | None:
+        """Returns the last save, if it has failed and no call has raised its error."""
+        last = self._last
+        if last is None or last.is_reported or not last.written.done():
+            return None
+        last.is_reported = last.written.exception() is None
+        return None if last.is_reported else last
 
     def _stage(self, state: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
         """Copies a state dict; a stager that works in the background only begins the copy."""
@@ -415,43 +401,12 @@ class AsyncSaver:
 
     def _carry_out(self, save: Save) -> Metadata:
         """Saves a copy; runs in the saving thread."""
-        writer = save.writer if isinstance(save.writer, CloudStorageWriter) else None
-        sender: ProcessSender | None = None
-        if writer is not None and self._process is not None:
-            sender = self._process.sender(None if save.copy is None else save.copy.arena)
-            writer.sender = sender
-        is_known = True
         try:
-            if self._group is not None and not exists(self._group):
-                raise ProcessGroupError(  # torch would save each rank alone, as if it were all
-                    "the process group was destroyed before this save began; wait for all "
-                    "saves before you destroy it",
-                    uri=save.where,
-                    committed=False,
-                )
-            metadata = api.save_prepared(
-                save.content,
-                save.prepared,
-                save.where,
-                process_group=self._group,
-                no_dist=self._no_dist,
-            )
+            return save.carry_out(self._group, self._no_dist, self._process)
         except BaseException as error:
-            if isinstance(error, ProcessGroupError):
-                is_known = error.committed is not None
             if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
                 self._is_broken = True
             raise
-        finally:
-            if sender is not None and is_known:
-                sender.settle()
-            if isinstance(save.planner, DefaultSavePlanner):
-                save.planner.state_dict = {}  # the planner would keep the copy until its next plan
-            if writer is not None:
-                writer.sender = send_here
-        if writer is not None:
-            save.written.transferred = writer.transferred
-        return metadata
 
     def close(self) -> None:
         """Waits up to ``patience`` seconds for saves in progress, and releases memory and groups.
@@ -490,38 +445,37 @@ class AsyncSaver:
                     give_back(group)
 
     def raise_pending_failure(self) -> None:
-        """Raises the first failure that no call has raised yet, if this saver raises failures.
+        """Raises the failure of the last save, if this saver raises failures and no call has.
 
         Raises:
             CloudCheckpointError: The failure.
-            SaveInProgressError: If a save has not ended.
+            SaveInProgressError: If the save has not ended.
         """
-        self._raise_next()
-        for save in self._unreported.values():
+        last = self._last
+        if last is not None and not last.is_reported and not last.written.done():
             raise SaveInProgressError(
                 f"the save has not finished within {self._options.patience:g} s: wait for its "
                 "future, or raise BackgroundOptions(patience=...)",
-                uri=save.where,
+                uri=last.where,
             )
+        if (failed := self._failed()) is None:
+            return
+        failed.is_reported = True
+        error = failed.written.exception()
+        if self._on_failure is None or not isinstance(error, CloudCheckpointError):
+            failed.written.result()
+        else:
+            self._on_failure([failed.number], error)
 
     def wait(self) -> None:
-        """Waits for the saves in progress, if this saver raises failures.
+        """Waits for the save in progress, if this saver raises failures.
 
         Raises:
-            CloudCheckpointError: The first failure that no call has raised yet.
+            CloudCheckpointError: The failure, if no call has raised it yet.
         """
-        concurrent.futures.wait([save.written for save in self._unreported.values()])
-        self._raise_next()
-
-    def _raise_next(self) -> None:
-        """Raises the next failure, or passes it and later ones to ``on_failure``."""
-        while (failed := self._next_failed()) is not None:
-            del self._unreported[failed.number]
-            error = failed.written.exception()
-            if self._on_failure is None or not isinstance(error, CloudCheckpointError):
-                failed.written.result()
-            else:
-                self._on_failure([failed.number], error)
+        if self._last is not None and not self._last.is_reported:
+            concurrent.futures.wait([self._last.written])
+            self.raise_pending_failure()
 
     @property
     def is_idle(self) -> bool:
