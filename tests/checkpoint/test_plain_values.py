@@ -263,14 +263,6 @@ def test_numpy_allowed_by_the_user_goes_its_own_way():
         assert loaded(saved(titled)).dtype == titled.dtype
 
 
-def test_without_numpy_the_rest_is_there(monkeypatch):
-    data = saved(numpy.arange(3))
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    assert loaded(saved(pathlib.PurePath("a"))) == pathlib.PurePath("a")
-    with pytest.raises(UntrustedPickleError, match="numpy"):
-        check_trusted(data, "item", URI)
-
-
 def test_tensors_of_a_device_that_is_not_here_are_no_damage(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from azure.storage.blob import ContainerClient
 
-from cloudckpt.checkpoint.committed import Fetched, object_names
+from cloudckpt.checkpoint.committed import CommitObject, Fetched
 from cloudckpt.stores.base import ObjectInfo
 from dcp.places import boto_client
 from support.emulators import azurite_server
@@ -181,7 +181,7 @@ class Folder:
         run = commit.rpartition("/")[0]
         data = self.get(commit)
         fetched = Fetched(ObjectInfo(commit, len(data), ""), bytearray(data))
-        named = object_names(fetched, commit)
+        named = CommitObject.parse(fetched, commit).names(commit)
         assert self.objects() == {commit, *(f"{run}/{name}" for name in named)}
 
 

@@ -35,7 +35,7 @@ from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.baseline import begin
 from cloudckpt.checkpoint.commit import publish
-from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch, object_names
+from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch
 from cloudckpt.checkpoint.file_folder import MANIFEST
 from cloudckpt.checkpoint.index import index_bytes
 from cloudckpt.checkpoint.manifest import Manifest, Planned, earlier_objects
@@ -531,7 +531,7 @@ class World:
             )
             found = retrier.call(lambda: fetch(store, key))
             info = found.info
-            for name in sorted(object_names(found, str(uri))):
+            for name in sorted(CommitObject.parse(found, str(uri)).names(str(uri))):
                 try:
                     retrier.call(lambda name=name: store.get(uri.key(name)))
                 except ObjectNotFoundError:

@@ -19,6 +19,7 @@ from cloudckpt.transfer.memory import bytes_of
 
 __all__ = [
     "NotInColumnsError",
+    "PackedColumns",
     "byte_rows",
     "column_of",
     "counted",
@@ -30,7 +31,6 @@ __all__ = [
     "raw_bytes",
     "repeated",
     "unfilled",
-    "unpack_columns",
 ]
 
 
@@ -121,24 +121,40 @@ def _packed(column: torch.Tensor) -> bytes:
     return bytes([width]) + packed
 
 
-def unpack_columns(data: bytes | memoryview, into: Iterable[torch.Tensor]) -> None:
-    """Fills int64 columns of known lengths from the result of :func:`pack_columns`.
+class PackedColumns:
+    """Reads columns from the result of :func:`pack_columns`, one after another.
 
-    Raises:
-        ValueError: If the data does not fit these columns.
+    Each number takes at least a byte of ``data``: memory is allocated only for numbers that exist.
     """
-    at = 0
-    for column in into:
-        width, count = data[at] if at < len(data) else 0, column.numel()
-        end = at + 1 + width * count
-        if width not in _WIDTHS or end > len(data):
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data, self._at = data, 0
+
+    @property
+    def left(self) -> int:
+        """The bytes that were not read yet."""
+        return len(self._data) - self._at
+
+    def take(self, count: int) -> torch.Tensor:
+        """Returns the next column, which has ``count`` numbers.
+
+        Raises:
+            ValueError: If there is no such column.
+        """
+        width = self._data[self._at] if self._at < len(self._data) else 0
+        start, end = self._at + 1, self._at + 1 + width * count
+        if width not in _WIDTHS or not start <= end <= len(self._data):
             raise ValueError("a packed column has an unknown width, or is truncated")
-        if count:
-            differences = np.frombuffer(data, f"<i{width}", count, at + 1)
-            np.cumsum(differences, dtype=np.int64, out=column.numpy())
-        at = end
-    if at != len(data):
-        raise ValueError("there are more packed columns than expected")
+        self._at = end
+        if not count:
+            return unfilled(0)
+        differences = np.frombuffer(self._data, f"<i{width}", count, start)
+        return torch.from_numpy(np.cumsum(differences, dtype=np.int64))
+
+    def matrix(self, rows: int, columns: int) -> torch.Tensor:
+        """Returns the next columns as a matrix, stored column by column."""
+        found = [self.take(rows) for _ in range(columns)]
+        return torch.stack(found).t() if found else unfilled(rows, 0)
 
 
 def deflated(data: bytes) -> bytes:

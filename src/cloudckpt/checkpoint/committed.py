@@ -34,7 +34,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["CommitObject", "Fetched", "fetch", "object_names", "read_commit"]
+__all__ = ["CommitObject", "Fetched", "fetch", "read_commit"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -224,40 +224,22 @@ class CommitObject:
         """
         if self.record is not None:
             return {one.name for one in self.record.objects}
-        return names_in(self.metadata, uri)
+        places = self.metadata.storage_data
+        found = places.values() if isinstance(places, dict) else ()
+        named = {checked(one.relative_path, uri) for one in found if isinstance(one, StorageInfo)}
+        data = {name for name in named if "/" not in name and not name.endswith(METADATA)}
+        if data != named:
+            logger.warning(
+                "%s: the metadata names objects that are not data of this checkpoint; they are "
+                "left alone",
+                uri,
+            )
+        return data
 
 
 def _is_ours(metadata: Metadata) -> bool:
     """Whether a save of cloudckpt wrote the metadata; they may have been pickled again since."""
     return str(getattr(metadata.storage_meta, "save_id", "")).startswith(save_id_of(""))
-
-
-def names_in(metadata: Metadata, uri: str) -> set[str]:
-    """Returns the names of the data objects in another writer's metadata, without other objects."""
-    places = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
-    names = {
-        checked(entry.relative_path, uri)
-        for entry in places.values()
-        if isinstance(entry, StorageInfo)
-    }
-    data = {name for name in names if "/" not in name and not name.endswith(METADATA)}
-    if data != names:
-        logger.warning(
-            "%s: the metadata names objects that are not data of this checkpoint; they are "
-            "left alone",
-            uri,
-        )
-    return data
-
-
-def object_names(fetched: Fetched, uri: str) -> set[str]:
-    """Returns the names of a checkpoint's data objects, see :meth:`CommitObject.names`.
-
-    Raises:
-        UntrustedPickleError: If another writer's metadata name code that is not on the allow-list.
-        CheckpointCorruptError: If the bytes are damaged, or not metadata.
-    """
-    return CommitObject.parse(fetched, uri).names(uri)
 
 
 def _with_table(record: Record, uri: str) -> Record:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import torch
 
 from cloudckpt.checkpoint.columns import (
+    PackedColumns,
     column_of,
     deflated,
     inflated,
     pack_columns,
     raw_bytes,
     unfilled,
-    unpack_columns,
 )
 from cloudckpt.checkpoint.index import KINDS, kind_of
 from cloudckpt.checkpoint.objects import WrittenObject, check_attempt
@@ -324,62 +324,42 @@ def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
     digest = hashlib.sha256(document).digest() + size.to_bytes(8, "big")
     if (head := known.get(digest)) is None:
         head = known[digest] = _head(document, size)
-    made = _with_columns(head, inflated(data[middle:end], columns_size))
+    made = _with_columns(head, PackedColumns(inflated(data[middle:end], columns_size)))
     if most is not None and made.table is not None:
         made.table.check_chunks()
         made.check_extents()
     return made
 
 
-def _with_columns(head: _Head, data: bytes) -> Record:
-    """Returns a record with its columns, unpacked from ``data``.
-
-    Each number takes at least a byte of ``data``, and memory is allocated only for numbers that
-    exist.
+def _with_columns(head: _Head, packed: PackedColumns) -> Record:
+    """Returns a record with its columns.
 
     Raises:
         ValueError: If the columns do not fit the document.
     """
     rows, wide, ranks, wholes = head.counts
-    names = 0 if head.table is None else len(head.table.names)
-    room = len(data) - rows * wide - ranks * 5 - wholes - names * 2
-    if room < 0:
-        raise ValueError("invalid metadata record: it has fewer numbers than items")
-    extents, times, whole = unfilled(wide, rows), unfilled(5, ranks), unfilled(wholes)
-    form_of, counts = unfilled(2, names)
-    boxes: dict[int, torch.Tensor] = {}
-    table = None
-    if head.table is not None:
-        table = dataclasses.replace(head.table, form_of=form_of, counts=counts, chunks={})
-
-    def columns() -> Iterator[torch.Tensor]:
-        yield from (*extents, *times, whole)
-        if table is None:
-            return
-        yield from (form_of, counts)
-        table.check_names()
-        if bool(((counts > room) & (table.dims > 0)).any()):
-            raise ValueError("invalid metadata record: it has fewer numbers than chunks")
-        per_dims = {
-            dims: int(counts[table.dims == dims].sum())
-            for dims in sorted({form.dims for form in table.forms} - {-1})
-        }
-        if sum(2 * dims * count for dims, count in per_dims.items()) > room:
-            raise ValueError("invalid metadata record: it has fewer numbers than chunks")
-        boxes.update((dims, unfilled(2, dims, count)) for dims, count in per_dims.items())
-        yield from (column for box in boxes.values() for column in box.flatten(0, 1))
-
-    unpack_columns(data, columns())
+    extents = Extents(*(packed.take(rows) for _ in range(wide)))
+    times, whole = packed.matrix(ranks, 5), packed.take(wholes)
+    table = head.table
     if table is not None:
-        chunks = {dims: Chunks(*(matrix.t() for matrix in box)) for dims, box in boxes.items()}
-        table = dataclasses.replace(table, chunks=chunks)
+        names = len(table.names)
+        table = dataclasses.replace(
+            table, form_of=packed.take(names), counts=packed.take(names), chunks={}
+        )
+        table.check_names()
+        if bool((table.counts > max(1, packed.left)).any()):  # so that their sum can't overflow
+            raise ValueError("invalid metadata record: it has fewer numbers than chunks")
+        for dims in sorted({form.dims for form in table.forms} - {-1}):
+            count = int(table.counts[table.dims == dims].sum())
+            offsets = packed.matrix(count, dims)
+            table.chunks[dims] = Chunks(offsets, packed.matrix(count, dims))
         if rows not in (0, table.count):
             raise ValueError("invalid metadata record: it has not as many locations as chunks")
         if bool(((whole < 0) | (whole >= names)).any()):
             raise ValueError("invalid metadata record: the number of a name is out of range")
-    return dataclasses.replace(
-        head.record, table=table, extents=Extents(*extents), times=times.t(), whole=whole
-    )
+    if packed.left:
+        raise ValueError("invalid metadata record: it has more columns than expected")
+    return dataclasses.replace(head.record, table=table, extents=extents, times=times, whole=whole)
 
 
 def _head(packed: memoryview, size: int) -> _Head:

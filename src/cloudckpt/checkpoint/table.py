@@ -117,7 +117,7 @@ class Table:
     forms: Sequence[Form]
     form_of: torch.Tensor
     counts: torch.Tensor
-    chunks: Mapping[int, Chunks]
+    chunks: dict[int, Chunks]
     paths: Paths | None = None
 
     @functools.cached_property

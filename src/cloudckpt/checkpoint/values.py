@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import IO, Any
 
+import numpy
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -209,11 +210,10 @@ class _PlainUnpickler(Unpickler):
             for name, found in allowed_by_torch().items()
             if callable(found)
         }
-        constants = {**allowed_by_torch(), **_numpy_classes(), **allowed_by_user()}
-        numpys = _NUMPY if _numpy_classes() else {}
+        constants = {**allowed_by_torch(), **_NUMPY_CLASSES, **allowed_by_user()}
         try:
             stubs = super().load()
-            return Builder({**of_torch, **_KNOWN, **numpys}, constants, _of_the_user).value(stubs)
+            return Builder({**of_torch, **_KNOWN}, constants, _of_the_user).value(stubs)
         except UnknownNameError as unknown:
             raise pickle.UnpicklingError(f"GLOBAL {unknown} is not allowed") from None
         except (AttributeError, LookupError, TypeError, ValueError) as exc:
@@ -265,23 +265,12 @@ _CODE = re.compile(
 )
 
 
-def _numpy_classes() -> Mapping[str, type[Any]]:
-    """Returns the numpy classes that may be values themselves; empty without numpy."""
-    try:
-        import numpy  # torch works without it
-    except ImportError:
-        return {}
-    return {"numpy.ndarray": numpy.ndarray, "numpy.dtype": numpy.dtype}
-
-
 def _expect(condition: object, what: str) -> None:
     if not condition:
         raise ValueError(f"unexpected {what}, which numpy does not write for plain values")
 
 
 def _dtype(arguments: tuple[Any, ...], state: Any) -> Any:
-    import numpy
-
     code, order = arguments[0], "="
     if state is not None:
         order = state[1]
@@ -294,8 +283,6 @@ def _dtype(arguments: tuple[Any, ...], state: Any) -> Any:
 
 
 def _array(arguments: tuple[Any, ...], state: Any) -> Any:
-    import numpy
-
     _expect(arguments == (numpy.ndarray, (0,), b"b"), "class of an array")
     version, shape, dtype, is_fortran, content = state
     _expect(version == 1 and isinstance(dtype, numpy.dtype), "dtype of an array")
@@ -305,24 +292,21 @@ def _array(arguments: tuple[Any, ...], state: Any) -> Any:
 
 
 def _scalar(arguments: tuple[Any, ...], state: Any) -> Any:
-    import numpy
-
     dtype, content = arguments
     _expect(isinstance(dtype, numpy.dtype) and len(content) == dtype.itemsize, "bytes of a scalar")
     return numpy.ndarray((), dtype, content).copy()[()]
 
 
-_NUMPY: Mapping[str, Constructor] = {
-    "numpy.dtype": _dtype,
-    **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
-    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
-}
+_NUMPY_CLASSES = {"numpy.ndarray": numpy.ndarray, "numpy.dtype": numpy.dtype}
 _DAY = (int, bytes, str, type(None), datetime.timedelta, datetime.timezone)
 _TIMES = (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
 _KNOWN: Mapping[str, Constructor] = {
     **CALLS,
     **{f"datetime.{kind.__name__}": call_of(kind, *_DAY) for kind in _TIMES},
     "_io.BytesIO": _buffer,
+    "numpy.dtype": _dtype,
+    **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
 }
 
 logger = logging.getLogger("cloudckpt")
@@ -406,7 +390,7 @@ def _refused(data: bytes) -> tuple[str, Sequence[str]]:
     """Returns why the default load refuses an item, and the refused names; empty if it does not."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-        known = {*_KNOWN, *_NUMPY, *_numpy_classes()}
+        known = {*_KNOWN, *_NUMPY_CLASSES}
         others = sorted({full_name(*name.rpartition(".")[::2]) for name in names} - known)
         if names and not others and len(data) <= _TRIED:
             load_plain(io.BytesIO(data))

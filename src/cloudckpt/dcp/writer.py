@@ -21,7 +21,7 @@ from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.baseline import Baseline, Beginning, begin, now, refuse_run
 from cloudckpt.checkpoint.columns import column_of
 from cloudckpt.checkpoint.commit import publish
-from cloudckpt.checkpoint.committed import fetch, object_names
+from cloudckpt.checkpoint.committed import CommitObject, fetch
 from cloudckpt.checkpoint.manifest import Manifest, Planned, earlier_objects
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.object_plan import Destination
@@ -535,7 +535,7 @@ class CloudStorageWriter(OurWriter):
             try:
                 retrier = Retrier.for_cleanup(self.config.retry)
                 found = retrier.call(lambda: fetch(store, key))
-                names = object_names(found, store.uri(key))
+                names = CommitObject.parse(found, store.uri(key)).names(store.uri(key))
             except CloudCheckpointError as error:
                 logger.warning(
                     "the store could not be asked whether the save is committed: %s", error
