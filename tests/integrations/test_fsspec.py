@@ -128,6 +128,26 @@ def test_a_folder_is_removed_and_its_commit_first(files, run, s3, monkeypatch):
         files.rm(f"{run}/step-1", recursive=True)
 
 
+@pytest.mark.parametrize("verb", ["put", "copy", "mv"])
+def test_a_copy_of_a_checkpoint_appears_with_its_last_file(
+    files, run, s3, tmp_path, monkeypatch, verb
+):
+    files.get(f"{run}/step-1", f"{tmp_path}/step-1", recursive=True)
+    source = f"{tmp_path}/step-1" if verb == "put" else f"{run}/step-1"
+    name, seen = "put_file" if verb == "put" else "cp_file", []
+    one = getattr(S3FileSystem, name)
+
+    def noted(self, *args, **kwargs):
+        seen.append(cloudckpt.exists(f"{run}/copy", config=s3.config))
+        return one(self, *args, **kwargs)
+
+    monkeypatch.setattr(S3FileSystem, name, noted)
+    getattr(files, verb)(source, f"{run}/copy", recursive=True)
+    assert len(seen) > 1
+    assert not any(seen)
+    cloudckpt.verify(f"{run}/copy", config=s3.config)
+
+
 def test_a_folder_that_others_refer_to_keeps_what_they_need_until_the_last_goes(files, s3):
     config = dataclasses.replace(s3.config, incremental=True)
     for step in (1, 2, 3):

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib.util
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from operator import itemgetter
 from typing import Any
 
@@ -56,6 +58,9 @@ __all__ = [
 
 _COMMITS = {METADATA, MANIFEST, "model.safetensors.index.json"}
 """The names of commit objects, without which a folder is not a checkpoint."""
+
+_postponed: ContextVar[list[Callable[[], None]] | None] = ContextVar("postponed", default=None)
+"""The uploads of commit objects that a ``put`` in progress leaves to its end."""
 
 
 class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -242,6 +247,29 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not self.isdir(path1):  # `mv` copies, too: torch's FsspecWriter renames its metadata
             with self._open(path1) as source:
                 save_file(self._uri(path2), source, config=self._config)  # type: ignore[arg-type]
+
+    def expand_path(self, path: Any, *args: Any, **kwargs: Any) -> list[str]:
+        """Expands paths as fsspec does, with commit objects last: so they are also copied last."""
+        return sorted(super().expand_path(path, *args, **kwargs), key=_makes_visible)
+
+    def put(self, *args: Any, **kwargs: Any) -> None:
+        """Uploads files and folders as fsspec does, commit objects when all else is stored."""
+        commits: list[Callable[[], None]] = []
+        before = _postponed.set(commits)
+        try:
+            super().put(*args, **kwargs)
+        finally:
+            _postponed.reset(before)
+        for upload in commits:
+            upload()
+
+    def put_file(self, lpath: Any, rpath: str, *args: Any, **kwargs: Any) -> None:
+        upload = functools.partial(super().put_file, lpath, rpath, *args, **kwargs)
+        commits = _postponed.get()
+        if commits is not None and _makes_visible(rpath):
+            commits.append(upload)
+        else:
+            upload()
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         """Does nothing, like `makedirs` and `rmdir`: folders are only common prefixes of keys."""

@@ -11,7 +11,6 @@ import torch
 from cloudckpt.checksum import Blocks
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, InvalidURIError, PreconditionFailedError
-from cloudckpt.events import Transferred
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.download import download
@@ -82,48 +81,32 @@ class PinnedObject(RangeReader):
         retrier = Retrier(config.retry, on_retry=stats.add_retry)
         self.info: ObjectInfo = retrier.call(lambda: store.head(key))
 
-    @property
-    def transferred(self) -> Transferred:
-        """The bytes and requests received so far."""
-        return self._stats.snapshot()
-
-    def source(self, offset: int, nbytes: int) -> StoredBytes:
-        """Describes ``nbytes`` bytes of the object from ``offset`` on, for a download."""
-        return StoredBytes(self.key, offset, nbytes, None, self.info.size, self.key)
-
-    def fetch(self, wanted: Sequence[Wanted], *, request_size: int | None = None) -> None:
-        """Reads ranges of the object over parallel connections, and delivers them to their sinks.
+    def read(self, ranges: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Fills byte tensors with ranges of the object, over parallel connections.
 
         Args:
-            wanted: The ranges, each with its sink.
-            request_size: Maximum bytes of a request; by default it is chosen from the ranges.
+            ranges: The byte tensors, each with the offset of its first byte in the object.
 
         Raises:
-            CheckpointReplacedError: If the object was replaced or deleted since it was opened.
+            CheckpointCorruptError: If bytes do not match their checksums.
+            CheckpointReplacedError: If the object was replaced or deleted since this was made.
             StoreError: If the store refuses or stays unreachable.
         """
-        config = self._config
-        try:
-            download(self, wanted, config, self._stats, request_size=request_size)
-        except CheckpointCorruptError as error:
-            uri = self._store.uri(self.key)
-            check_unchanged(self._store, self.info, uri, config.retry, error)
-            raise
-
-    def read(self, ranges: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Fills byte tensors with ranges of the object; each is given with its first offset."""
-        wanted = []
-        for start, room in ranges:
-            sink = TensorSink(room, torch.uint8)
-            if self._blocks is None:
-                wanted.append(Wanted(self.source(start, room.nbytes), 0, room.nbytes, sink, True))
-                continue
-            size = self.info.size
-            whole = StoredBytes(self.key, 0, size, self._blocks, size, self.key)
-            wanted.append(Wanted(whole, start, start + room.nbytes, sink, True))
+        key, size = self.key, self.info.size
+        whole = StoredBytes(key, 0, size, self._blocks, size, key)
+        wanted = [
+            Wanted(whole, start, start + room.nbytes, TensorSink(room, torch.uint8), True)
+            for start, room in ranges
+        ]
         # small requests, so that all connections are used
         few = sum(room.nbytes for _, room in ranges) < _REQUESTS * _REQUEST
-        self.fetch(wanted, request_size=_REQUEST if few else None)
+        request_size = _REQUEST if few else None
+        try:
+            download(self, wanted, self._config, self._stats, request_size=request_size)
+        except CheckpointCorruptError as error:
+            uri = self._store.uri(key)
+            check_unchanged(self._store, self.info, uri, self._config.retry, error)
+            raise
 
     def get_range(
         self,
