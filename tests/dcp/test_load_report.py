@@ -105,6 +105,15 @@ def test_state_that_no_parameter_of_the_optimizer_takes_is_named(tmp_path, caplo
     assert report.unexpected == ()
 
 
+def test_an_optimizer_of_other_groups_is_named(tmp_path):
+    both = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    uri = _saved(tmp_path, {"app": {"optimizer": _optimizer(both)}})
+    both[0].requires_grad_(False)
+    with pytest.raises(ShapeMismatchError, match="get_optimizer_state_dict") as caught:
+        cloudckpt.load({"app": {"optimizer": _optimizer(both)}}, checkpoint_id=uri)
+    assert caught.value.item == "app.optimizer"
+
+
 def test_state_that_was_saved_by_names_is_not_called_new_where_numbers_are_asked_for(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     optimizer = _optimizer(model)

@@ -19,14 +19,13 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.base import kind_of
-from cloudckpt.transfer.memory import bytes_of, has_memory, is_plain, settled
+from cloudckpt.transfer.memory import PLAIN, bytes_of, has_memory, is_plain, settled
 
 __all__ = ["digest_of_all"]
 
 _SAMPLED_FROM = 64 * 1024
 """Size in bytes from which on a tensor is sampled."""
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PAGE = 1024  # bytes of a tensor that are read together
 _LEAST_PAGES = 16
 _EVERY = 1024 * 1024  # bytes of a tensor for which one more page is read
@@ -121,7 +120,7 @@ class _Digest:
             self.add(part)
 
     def _add_tensor(self, tensor: torch.Tensor) -> None:
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in PLAIN:
             tensor = settled(tensor).detach()
             wrapped: Any = tensor  # mypy does not know that a class can be both tensor and wrapper
             if is_traceable_wrapper_subclass(wrapped):
@@ -134,9 +133,6 @@ class _Digest:
         if tensor.is_meta or not has_memory(tensor):
             return
         samples = self._samples and tensor.nbytes >= _SAMPLED_FROM
-        if not samples and is_plain(tensor):
-            self._hash.update(bytes_of(tensor))
-            return
         for piece in [_sample(tensor.detach())] if samples else _slices(tensor.detach()):
             self._hash.update(bytes_of(piece))
 
@@ -145,15 +141,15 @@ class _Digest:
 
 
 def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields a tensor's elements in row-major order, in copies of at most 64 MiB or one row."""
-    if not tensor.numel():
-        return
-    if tensor.nbytes > _AT_ONCE and tensor.shape[0] > 1:
-        rows = max(1, _AT_ONCE // (tensor.nbytes // tensor.shape[0]))
+    """Yields a tensor's elements in row-major order; copies have at most 64 MiB, or one row."""
+    if is_plain(tensor):
+        yield tensor
+    elif tensor.nbytes > _AT_ONCE and tensor.shape[0] > 1:
+        rows = max(1, _AT_ONCE * tensor.shape[0] // tensor.nbytes)
         for first in range(0, tensor.shape[0], rows):
             yield from _slices(tensor[first : first + rows])
-        return
-    yield tensor.resolve_conj().resolve_neg().contiguous().cpu()
+    elif tensor.numel():
+        yield tensor.resolve_conj().resolve_neg().contiguous().cpu()
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt.checkpoint.lazy import record_behind
 from cloudckpt.checkpoint.structure import Path, Structure, check_nesting, shown
 from cloudckpt.checkpoint.torch_private import flatten_state_dict
-from cloudckpt.errors import ConfigError, MissingKeyError, UnsupportedValueError
+from cloudckpt.errors import ConfigError, MissingKeyError, ShapeMismatchError, UnsupportedValueError
 
 __all__ = ["Content", "PerRank", "per_rank", "without_ranks"]
 
@@ -163,9 +163,7 @@ class Content:
                 dict.
         """
         if self._own and not getattr(planner, "flatten_state_dict", True):
-            raise ConfigError(
-                "per_rank values need a planner with flatten_state_dict=True, which is the default"
-            )
+            raise ConfigError("per_rank values need a planner with flatten_state_dict=True")
         return self.state
 
     def put(self, loaded: Any) -> Any:
@@ -184,22 +182,20 @@ class Content:
             self._take(given, loaded if isinstance(loaded, Mapping) else {}, path)
             return given
         if path in self._states and _is_stateful(given):
-            given.load_state_dict(self._put(self._states[path], loaded, path))
+            _fill(given, self._put(self._states[path], loaded, path), ".".join(map(str, path)))
             return given
         if not self._is_rebuilt.get(id(given)) or not isinstance(loaded, (Mapping, list)):
             return loaded
         for key, entry in [*_items_of(given)]:
             where = (*path, key if isinstance(given, list) else str(key))
-            try:
-                found = loaded[key]
-            except (LookupError, TypeError):
+            if key not in (loaded if isinstance(loaded, Mapping) else range(len(loaded))):
                 name = ".".join(map(str, where))
                 raise MissingKeyError(
                     f"{name} is not in the checkpoint, which has the container around it as one "
                     "value: leave it out of the state dict",
                     item=name,
-                ) from None
-            if (made := self._put(entry, found, where)) is not entry:
+                )
+            if (made := self._put(entry, loaded[key], where)) is not entry:
                 given[key] = made
         return given
 
@@ -210,9 +206,8 @@ class Content:
             value.value = self._put(value.value, loaded[own], (*path, own))
         # without ``is_loaded``, the entry of this rank is its own value
         names = [name for name in loaded if value.is_loaded or name != own]
-        value.all = {
-            int(found[1]): loaded[found[0]] for found in map(_OF_RANK.fullmatch, names) if found
-        }
+        found = filter(None, map(_OF_RANK.fullmatch, names))
+        value.all = {int(of_rank[1]): loaded[of_rank[0]] for of_rank in found}
 
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
         """Changes :attr:`state` so that a load reads each rank's values from the checkpoint.
@@ -310,13 +305,11 @@ def _placeholder(
     Raises:
         CheckpointCorruptError: If the paths contradict each other.
     """
-    entries = {name: metadata.state_dict_metadata[name] for name in names}
-    values = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for name, entry in entries.items()
-    }
+    values: dict[str, Any] = dict.fromkeys(names)
+    for name in names:
+        entry = metadata.state_dict_metadata[name]
+        if isinstance(entry, TensorStorageMetadata):
+            values[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     depth = len(path)
     within = Structure(
         {at: key for at, key in structure.keys.items() if at[:depth] == path},
@@ -326,6 +319,26 @@ def _placeholder(
     for element in path:
         made = made[element]
     return made
+
+
+def _fill(value: Any, state: Any, name: str) -> None:
+    """Calls ``load_state_dict``.
+
+    Raises:
+        ShapeMismatchError: If the parameter groups of an optimizer are not those that were saved.
+    """
+    try:
+        value.load_state_dict(state)
+    except ValueError as exc:
+        if not isinstance(value, torch.optim.Optimizer):
+            raise
+        raise ShapeMismatchError(
+            f"{name} has other parameter groups than the saved optimizer, and both number their "
+            "parameters: make it with the same ones, or take both states by name, from "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+            item=name,
+            cause=exc,
+        ) from exc
 
 
 def _items_of(container: Any) -> Any:
@@ -340,6 +353,5 @@ def _may_be_rebuilt(value: Any) -> bool:
 
 def _is_stateful(value: Any) -> bool:
     """Whether a value is a ``Stateful``; fast for common classes."""
-    if type(value) in _LEAVES or type(value) in (dict, list, tuple):
-        return False
-    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+    is_common = type(value) in _LEAVES or type(value) in (dict, list, tuple)
+    return not (is_common or isinstance(value, torch.Tensor)) and isinstance(value, Stateful)

@@ -237,11 +237,7 @@ def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses:
         if len(by_digest) > 1:
             parted = (f"{_shown(ranks)} ({kind})" for (kind, _), ranks in by_digest.items())
             unlike.setdefault(name, f"{name}: {first_few(parted, ', ')}")
-    apart = [
-        name
-        for name in unlike
-        if any(a.isdisjoint(b) for a, b in itertools.combinations(meshes.get(name, ()), 2))
-    ]
+    apart = [name for name in unlike if _lie_apart(meshes.get(name, ()))]
     refuses = refuses or bool(apart)
     news = apart or [name for name in unlike if refuses or name not in _told]
     if not news:
@@ -260,6 +256,11 @@ def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses:
         raise KeyCollisionError(text, uri=uri, item=first)
     _told.update(news)
     logger.warning("%s: %s", uri, text)
+
+
+def _lie_apart(meshes: Iterable[frozenset[int]]) -> bool:
+    """Whether any two of the meshes have no rank in common."""
+    return any(one.isdisjoint(other) for one, other in itertools.combinations(meshes, 2))
 
 
 def _shown(ranks: Sequence[int]) -> str:

@@ -105,7 +105,7 @@ class LoadReport:
             types = conversions(wanted, functools.partial(saved_type, table))
             converted = {name: f"{saved} to {now}" for name, (saved, now) in types.items()}
         groups = [name for name in wanted if isinstance(name, str) and "param_groups" in name]
-        beside = {name[: found.start()] for name in groups if (found := _GROUPS.search(name))}
+        beside = {_GROUPS.split(name)[0] for name in groups if _GROUPS.search(name)}
         states = tuple(f"{prefix}state." for prefix in beside)
         missing = wanted.keys() - stored - left.keys() - converted.keys()
         apart = missing.union(left, unused)
