@@ -87,9 +87,15 @@ class World:
         self.stores.append(Gated(self.plain, gate))
         return self.stores[-1]
 
-    def save(self, step: int, shape: str, gate=None) -> None:
+    def faulty(self) -> tuple[Config, Gated]:
+        """Options, and the store that who has them reaches: it can be told to fail."""
+        config = self.config(lambda request: None)
+        registry.open_store(cloudckpt.uri.CheckpointURI.parse(self.uri), config)
+        return config, self.stores[-1]
+
+    def save(self, step: int, shape: str, gate=None, config: Config | None = None) -> None:
         state = {name: torch.full((16,), float(step)) for name in NAMES}
-        cloudckpt.hf.save(state, self.uri, config=self.config(gate), **SHAPES[shape])
+        cloudckpt.hf.save(state, self.uri, config=config or self.config(gate), **SHAPES[shape])
 
     def export(self, step: int, shape: str, gate=None, **options) -> None:
         source = self.uri.replace("/model", f"/checkpoint-{step}")
@@ -270,13 +276,10 @@ def test_a_save_outlives_passing_faults_and_undoes_itself_at_lasting_ones(
     for calls in ([1], [2], [1, 2], None):
         here = world()
         here.save(1, "three files")
-
-        config = here.config(lambda request: None)
-        registry.open_store(cloudckpt.uri.CheckpointURI.parse(here.uri), config)
-        here.stores[-1].fail(verb, ConnectionLostError, calls=calls, when=when)
-        state = {name: torch.full((16,), 2.0) for name in NAMES}
+        config, store = here.faulty()
+        store.fail(verb, ConnectionLostError, calls=calls, when=when)
         try:
-            cloudckpt.hf.save(state, here.uri, config=config, **SHAPES[new])
+            here.save(2, new, config=config)
         except (ConnectionLostError, CommitUnknownError) as error:
             assert calls is None
             seen = here.seen()
@@ -317,36 +320,31 @@ def test_what_comes_after_a_save_has_begun_is_not_replaced(world, before, ours, 
 
 
 def test_a_commit_whose_answers_are_all_lost_is_looked_up(world) -> None:
-    for shape in ("one file", "two files"):
+    for shape, last in {"one file": "complete_upload", "two files": "put"}.items():
         here = world()
-        config = here.config(lambda request: None)
-        registry.open_store(cloudckpt.uri.CheckpointURI.parse(here.uri), config)
-        store = here.stores[-1]
-        last = "complete_upload" if shape == "one file" else "put"
+        config, store = here.faulty()
         store.fail(last, ConnectionLostError, when="after")
-        state = {name: torch.full((16,), 2.0) for name in NAMES}
-        cloudckpt.hf.save(state, here.uri, config=config, **SHAPES[shape])
+        here.save(2, shape, config=config)
         assert here.seen() == 2
 
 
-def test_a_commit_that_nobody_answers_is_unknown_and_nothing_is_deleted(world) -> None:
-    for shape in ("one file", "two files"):
-        here = world()
-        config = here.config(lambda request: None)
-        registry.open_store(cloudckpt.uri.CheckpointURI.parse(here.uri), config)
-        store = here.stores[-1]
-        last, number = ("complete_upload", 1) if shape == "one file" else ("put", 2)
-        store.fail(last, ConnectionLostError, calls=range(number, 99), when="after")
+@pytest.mark.parametrize(("shape", "last", "files"), [("one file", "complete_upload", 1),
+                                                       ("two files", "put", 2)])  # fmt: skip
+def test_a_commit_that_nobody_answers_is_unknown_and_nothing_is_deleted(
+    world, shape: str, last: str, files: int
+) -> None:
+    here = world()
+    config, store = here.faulty()
+    if shape == "one file":
+        store.fail(last, ConnectionLostError, calls=range(1, 99), when="after")
         store.fail("head", ConnectionLostError, calls=range(2, 99))  # the first is before the file
         store.fail("get", ConnectionLostError, calls=range(1, 99))
-        if shape == "two files":
-            store.heal()
-            store.fail("put", ConnectionLostError, calls=range(2, 99), when="before")
-        state = {name: torch.full((16,), 2.0) for name in NAMES}
-        with pytest.raises(CommitUnknownError):
-            cloudckpt.hf.save(state, here.uri, config=config, **SHAPES[shape])
-        files = {name for name in here.names() if name.endswith(".safetensors")} - {FOREIGN}
-        assert len(files) == (1 if shape == "one file" else 2)
+    else:  # the first is the claim
+        store.fail(last, ConnectionLostError, calls=range(2, 99), when="before")
+    with pytest.raises(CommitUnknownError):
+        here.save(2, shape, config=config)
+    found = {name for name in here.names() if name.endswith(".safetensors")} - {FOREIGN}
+    assert len(found) == files
 
 
 @pytest.mark.parametrize(
@@ -355,12 +353,10 @@ def test_a_commit_that_nobody_answers_is_unknown_and_nothing_is_deleted(world) -
 )
 def test_a_file_beside_which_nobody_can_look_is_kept(world, error, raised) -> None:
     here = world()
-    config = here.config(lambda request: None)
-    registry.open_store(cloudckpt.uri.CheckpointURI.parse(here.uri), config)
-    here.stores[-1].fail("head", error, where=lambda key: key.endswith(INDEX))
-    state = {name: torch.full((16,), 2.0) for name in NAMES}
+    config, store = here.faulty()
+    store.fail("head", error, where=lambda key: key.endswith(INDEX))
     with pytest.raises(raised):
-        cloudckpt.hf.save(state, here.uri, config=config, **SHAPES["one file"])
+        here.save(2, "one file", config=config)
     assert here.seen() == 2
 
 

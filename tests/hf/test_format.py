@@ -178,6 +178,15 @@ def test_shards_of_rows_are_sent_by_their_ranks() -> None:
     assert not any(mine.rounds for mine in work), "no byte passes another rank"
 
 
+def test_tensors_of_uneven_columns_are_sent_by_all_ranks() -> None:
+    columns = [(0, 668), (668, 666), (1334, 666)]
+    chunks = [Chunk(rank, 0, ((0, 1000), cut), torch.uint8) for rank, cut in enumerate(columns)]
+    tensors = [TensorPlan(f"{n}", torch.uint8, (1000, 2000), chunks) for n in range(6)]
+    limits = MemoryStore("limits").capabilities
+    _, work = plan_work(plan_files(tensors, 10**9, None), 3, Config(), limits, by_position=False)
+    assert [sum(one.run is not None for one in mine.rounds) for mine in work] == [2, 2, 2]
+
+
 def test_files_are_filled_up_to_their_size_and_named_as_transformers_does() -> None:
     sizes = {"a": 60, "b": 40, "c": 1, "d": 500, "e": 2}
     tensors = [_plan(name, (size,)) for name, size in sizes.items()]

@@ -1,10 +1,10 @@
 """Divides the bytes of a model's files among the ranks, and sends them.
 
-A file is cut at the borders of shards into runs of at least the size of a part. The rank that has
-the largest shard of a run sends it, straight from the memory of its tensors. What other ranks have
-of the run they hand over before, in rounds of all ranks; a tensor whose shards are not ranges of
-the file, such as columns, is put together in memory. A store that needs parts of one size gets each
-file from one rank, to which the others hand all that they have.
+A file is cut at the borders of shards into runs of at least the size of a part. A rank that has one
+of the largest shards of a run sends it, straight from the memory of its tensors. What other ranks
+have of the run they hand over before, in rounds of all ranks; a tensor whose shards are not ranges
+of the file, such as columns, is put together in memory. A store that needs parts of one size gets
+each file from one rank, to which the others hand all that they have.
 """
 
 from __future__ import annotations
@@ -127,10 +127,9 @@ def plan_work(
             sender = index % ranks
             if not limits.equal_parts:
                 first += nbytes if by_position else -(-nbytes // even)
-                largest = max(
-                    run.chunks, key=lambda one: (one.nbytes, -load[one.rank]), default=None
-                )
-                sender = sender if largest is None else largest.rank
+                half = max((chunk.nbytes for chunk in run.chunks), default=0) / 2
+                large = [chunk.rank for chunk in run.chunks if chunk.nbytes >= half]
+                sender = min(large, key=lambda rank: load[rank], default=sender)
             load[sender] += nbytes
             alone = not limits.equal_parts and not run.of_others(sender)
             (work[sender].runs if alone else gathered[sender]).append(run)
