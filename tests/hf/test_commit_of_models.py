@@ -267,6 +267,23 @@ def test_an_export_that_is_killed_does_so_too(world, monkeypatch, new: str, opti
     assert [one for one in outcomes if one != 1][:-1] == [None] * outcomes.count(None)
 
 
+def test_an_export_is_of_the_checkpoint_that_it_has_found_first(world) -> None:
+    here = world()
+    here.save(1, "three files")
+
+    def replaced(request: str) -> None:
+        if request.startswith("create_upload") and not done:
+            done.append(request)
+            state = {name: torch.full((16,), 9.0) for name in NAMES}
+            cloudckpt.save(state, checkpoint_id=here.uri.replace("/model", "/checkpoint-2"),
+                           config=here.config())  # fmt: skip
+
+    done: list[str] = []
+    with pytest.raises(CheckpointReplacedError):
+        here.export(2, "three files", replaced, dtype=torch.float64)
+    assert here.seen() == 1
+
+
 @pytest.mark.parametrize("verb", ["create_upload", "put_part", "complete_upload", "put", "delete"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("new", ["one file", "two files"])

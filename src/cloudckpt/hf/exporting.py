@@ -24,6 +24,7 @@ from cloudckpt.dcp.reader import CloudStorageReader, KeyMapping
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     InvalidRequestError,
     InvalidURIError,
 )
@@ -108,6 +109,7 @@ def export_checkpoint(
             tensors.
         CheckpointExistsError: If ``target`` has a model, and ``overwrite`` is off.
         CheckpointCorruptError: If bytes of the checkpoint are missing or damaged.
+        CheckpointReplacedError: If the checkpoint was replaced meanwhile.
         UnsupportedTensorError: If the safetensors format can't represent a tensor.
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
         ConfigError: If ``key_mapping`` gives a tensor several names, as for a stack of experts.
@@ -166,6 +168,7 @@ class _Source:
         stored: The stored bytes of each tensor, in order, by its new name; None if the checkpoint
             does not have them exactly as they will be in the files.
         left_out: The names of the entries that are not exported.
+        commit: The commit object of the checkpoint.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class _Source:
         self.store: ObjectStore = open_store(uri, config)
         reader = CloudStorageReader(uri, config=config)
         metadata = reader.read_metadata()
+        self.commit = None if reader.commit is None else reader.commit.info
         entries = {
             name: entry
             for name, entry in metadata.state_dict_metadata.items()
@@ -259,6 +263,11 @@ class _TensorsInTurn:
             reader = CloudStorageReader(source.uri, config=source.config)
             planner = CloudLoadPlanner(reader.checkpoint_id, tells=False)
             load_prepared(self._loaded, lambda: ToLoad(reader, planner), reader, no_dist=True)
+            if reader.commit is None or reader.commit.info != source.commit:
+                raise CheckpointReplacedError(
+                    "the checkpoint was replaced while it was exported; export it again",
+                    uri=str(source.uri),
+                )
         return self._loaded[old_name]
 
 
