@@ -42,7 +42,7 @@ from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["Extents", "Heads", "Record", "bound", "no_times"]
 
-_MAGIC = b"ckptrec\2"
+_MAGIC = b"ckptrec\3"
 # magic; then bytes of the document and of the columns, each packed and unpacked
 _HEADER = struct.Struct("<8s4Q")
 _END = 1 << 63
