@@ -98,7 +98,7 @@ def test_the_best_and_the_last_are_kept_and_training_goes_on_from_the_last(
 
 
 def test_the_plugin_gives_back_what_it_was_given_and_removes_it(
-    environment: dict[str, str], run: str
+    environment: dict[str, str], run: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plugin = ours.CloudCheckpointIO()
     optimizer = {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1}]}
@@ -116,6 +116,9 @@ def test_the_plugin_gives_back_what_it_was_given_and_removes_it(
     plugin.remove_checkpoint(f"{run}/last")
     plugin.remove_checkpoint(f"{run}/last")
     assert not cloudckpt.exists(f"{run}/last")
+    assert not caplog.records
+    plugin.remove_checkpoint("s3://no-such-bucket/run/last")  # on one rank only
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 def _trainer(**options: Any) -> Any:

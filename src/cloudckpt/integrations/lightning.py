@@ -118,7 +118,7 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         Meeting.of(None, False).begin(lambda: setup(trainer, *args, **kwargs))
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Returns the newest committed checkpoint, for ``ckpt_path="last"``.
+        """Returns the newest committed checkpoint of the run's training, for ``ckpt_path="last"``.
 
         Lightning's own method would lose the scheme of the URI.
         """
@@ -135,7 +135,9 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             return one.modified or 0.0, is_last, one.step or -1
 
         found = [
-            one for one in list_checkpoints(self._root, config=self._config) if one.is_committed
+            one
+            for one in list_checkpoints(self._root, config=self._config)
+            if one.is_committed and not one.is_abandoned
         ]
         newest = max(found, key=age, default=None)
         return set() if newest is None else {newest.uri}

@@ -248,11 +248,16 @@ class Saves:
     def remove(self, uri: str) -> None:
         """Deletes a checkpoint if it exists, when the last save is committed.
 
-        Raises:
-            CheckpointConflictError: If another job has claimed the run.
-            CloudCheckpointError: The errors of :func:`cloudckpt.delete`.
+        An error is logged: only this rank would raise it, and the others would wait for it.
         """
-        self.then(lambda: self._delete(CheckpointURI.parse(uri)))
+
+        def act() -> None:
+            try:
+                self._delete(CheckpointURI.parse(uri))
+            except CloudCheckpointError as error:
+                logger.error("%s could not be deleted, and stays: %s", uri, error)
+
+        self.then(act)
 
     def keep_newest(
         self, run: Run, retention: Retention, kept: Collection[int | None] = ()
