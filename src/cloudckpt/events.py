@@ -100,14 +100,8 @@ class Transferred:
 Listener = Callable[[Event], None]
 
 
-@dataclass(frozen=True, eq=False)
-class _Subscription:
-    listener: Listener
-    progress: bool
-
-
 _lock = module_lock()  # several saving threads subscribe and unsubscribe
-_subscriptions: tuple[_Subscription, ...] = ()
+_subscriptions: tuple[tuple[Listener, bool], ...] = ()  # with whether it wants progress
 _relay: Listener | None = None
 
 
@@ -125,7 +119,7 @@ def subscribe(listener: Listener, *, progress: bool = True) -> Callable[[], None
         A function that ends the subscription.
     """
     global _subscriptions
-    subscription = _Subscription(listener, progress)
+    subscription = (listener, progress)
     with _lock:
         _subscriptions = (*_subscriptions, subscription)
 
@@ -149,7 +143,7 @@ def relay(listener: Listener) -> None:
 
 def has_listeners() -> bool:
     """Returns whether any listener wants ``progress`` events."""
-    return _relay is not None or any(held.progress for held in _subscriptions)
+    return _relay is not None or any(progress for _, progress in _subscriptions)
 
 
 def emit(event: Event) -> None:
@@ -161,9 +155,9 @@ def emit(event: Event) -> None:
         _tell(_relay, event)
         return
     has_ended = event.phase != "progress"
-    for held in _subscriptions:
-        if has_ended or held.progress:
-            _tell(held.listener, event)
+    for listener, progress in _subscriptions:
+        if has_ended or progress:
+            _tell(listener, event)
     if has_ended:
         _tell(_log, event)
         _tell(_report_span, event)

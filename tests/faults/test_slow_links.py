@@ -20,8 +20,8 @@ def hurried(endpoint):
 
 
 def slow(config: Config) -> Throttle:
-    """All takes three times as long as silence may."""
-    return Throttle(SIZE / (3.5 * config.stall_timeout))
+    """All takes twice as long as silence may."""
+    return Throttle(SIZE / (2.2 * config.stall_timeout))
 
 
 @on("s3", "plain s3")
