@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -142,10 +142,6 @@ class CloudSavePlanner(DefaultSavePlanner):
                 check_supported(value, name)
         with paused_gc():
             return super().create_local_plan()
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        with paused_gc():
-            return super().create_global_plan(all_plans)
 
 
 def lost_by_flattening(state_dict: dict[str, Any], planner: object, uri: str) -> Structure:
