@@ -107,7 +107,9 @@ def test_an_answer_without_a_version_is_asked_for_again_if_others_had_one(
         store, answer = opened(dialect.open(server.url)), dialect.answers[verb]
         if had_one:
             dialect.call(store, server, verb)
-        nothing = {**answer, "headers": {}, "body": b"{}" if in_body else answer.get("body", b"")}
+        others = {name: v for name, v in answer.get("headers", {}).items() if name != "ETag"}
+        body = b"{}" if in_body else answer.get("body", b"")
+        nothing = {**answer, "headers": others, "body": body}
         server.respond(lambda request, nothing=nothing: server.Answer(**nothing))
         with pytest.raises(StoreError) as caught:
             dialect.verbs[verb](store)

@@ -452,10 +452,10 @@ class RestStore(ObjectStore):
     def head(self, key: str) -> ObjectInfo:
         try:
             return self._head(key)
-        except TransientStoreError:
-            raise
-        except StoreError:
-            # the response to HEAD has no body: a GET's body tells the reason
+        except StoreError as error:
+            if isinstance(error, TransientStoreError) or error.status is None:
+                raise
+            # the response to HEAD has no body: a GET's body tells the reason of a refusal
             try:
                 return self.get_range(key, 0, [memoryview(bytearray(1))])
             except RangeNotSatisfiableError:  # the failure has passed, and the object is empty
