@@ -148,11 +148,13 @@ class RestStore(ObjectStore):
 
     Attributes:
         metadata_prefix: The prefix of the headers that carry an object's metadata.
+        version_header: The header that carries an object's version.
         renewable: The error classes after which other credentials may help.
         shown: The number of leading secrets that are public identifiers and may appear in messages.
     """
 
     metadata_prefix: str
+    version_header = "ETag"
     renewable: tuple[type[StoreError], ...] = (CredentialsError,)
     shown = 0
 
@@ -164,7 +166,7 @@ class RestStore(ObjectStore):
         self._authorize = access.authorize
         self._busy_until = 0.0  # by the monotonic clock
         self._knows_expect = True
-        self._tags_sent = set[str]()
+        self._sends_versions = False
 
     @abstractmethod
     def failure(
@@ -201,7 +203,7 @@ class RestStore(ObjectStore):
 
     def _version(self, reply: Reply, key: str) -> str:
         """Returns the object's version according to a response."""
-        return self.tag_of(reply.headers.get("ETag"), key)
+        return self.tag_of(reply.headers.get(self.version_header), key)
 
     def _length(self, reply: Reply, key: str) -> int:
         """Returns the object's size, from the response to a HEAD or a GET of the whole object."""
@@ -213,8 +215,8 @@ class RestStore(ObjectStore):
         """Returns the metadata header that stores the write's name; empty if `attempt` is."""
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
 
-    def tag_of(self, tag: str | None, key: str, name: str = "ETag") -> str:
-        """Returns an object's version, given by the field `name` of a response.
+    def tag_of(self, tag: str | None, key: str) -> str:
+        """Returns an object's version, given by the `version_header` of a response, or in its body.
 
         Raises:
             ConnectionLostError: If this response has none, although others of this store have: what
@@ -222,10 +224,10 @@ class RestStore(ObjectStore):
             StoreError: If no response has had one: this store, or a proxy, never sends it.
         """
         if tag:
-            self._tags_sent.add(name)
+            self._sends_versions = True
             return tag
-        uri, missing = self.uri(key), f"the answer has no {name}"
-        if name in self._tags_sent:
+        uri, missing = self.uri(key), "the answer has no ETag or generation"
+        if self._sends_versions:
             raise ConnectionLostError(missing, uri=uri)
         raise StoreError(
             f"{missing}, by which a checkpoint is told from one that replaced it: use a store "
@@ -395,22 +397,33 @@ class RestStore(ObjectStore):
                 )
             yield page
 
-    def _written(
+    def new_object_headers(self, checksum: int) -> dict[str, str]:
+        """Returns the headers of a request that writes an object; its conditions are added."""
+        raise NotImplementedError
+
+    def put(
         self,
         key: str,
-        headers: Mapping[str, str],
         body: Body,
-        attempt: str,
-        progress: Progress | None,
+        *,
+        checksum: int,
+        attempt: str = "",
+        if_absent: bool = False,
+        if_version: str | None = None,
+        progress: Progress | None = None,
     ) -> ObjectInfo:
-        """Writes an object by PUT; a 404 under If-Match is raised as a failed precondition."""
-        url, size = self.object_url(key), nbytes(body)
-        headers = {**headers, **self.naming(attempt)}
+        headers = {**self.new_object_headers(checksum), **self.naming(attempt)}
+        if if_absent:
+            headers["If-None-Match"] = "*"
+        if if_version is not None:
+            headers["If-Match"] = if_version
         try:
-            with self.exchange("PUT", url, headers, body, progress, key=key) as reply:
-                tag = reply.headers.get("ETag")
+            with self.exchange(
+                "PUT", self.object_url(key), headers, body, progress, key=key
+            ) as reply:
+                return ObjectInfo(key, nbytes(body), self._version(reply, key))
         except ObjectNotFoundError as error:
-            if "If-Match" not in headers:
+            if if_version is None:
                 raise
             raise PreconditionFailedError(
                 "the object that was to be replaced no longer exists",
@@ -418,7 +431,6 @@ class RestStore(ObjectStore):
                 cause=error,
                 certain=error.certain,
             ) from error
-        return ObjectInfo(key, size, self.tag_of(tag, key))
 
     def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         with self._read(key, None, {}) as reply:

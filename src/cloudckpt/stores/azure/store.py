@@ -102,23 +102,8 @@ class AzureStore(RestStore):
         self._begun: dict[str, Upload] = {}
         self._aborted: set[str] = set()
 
-    def put(
-        self,
-        key: str,
-        body: Body,
-        *,
-        checksum: int,
-        attempt: str = "",
-        if_absent: bool = False,
-        if_version: str | None = None,
-        progress: Progress | None = None,
-    ) -> ObjectInfo:
-        headers = {"x-ms-blob-type": "BlockBlob", **self._blob_headers, **self._checksum(checksum)}
-        if if_absent:
-            headers["If-None-Match"] = "*"
-        if if_version is not None:
-            headers["If-Match"] = if_version
-        return self._written(key, headers, body, attempt, progress)
+    def new_object_headers(self, checksum: int) -> dict[str, str]:
+        return {"x-ms-blob-type": "BlockBlob", **self._blob_headers, **self._checksum(checksum)}
 
     # uploads in parts
 

@@ -73,6 +73,7 @@ class GCSStore(XmlStore):
     """A bucket of Google Cloud Storage, or of an emulator."""
 
     metadata_prefix = "x-goog-meta-"
+    version_header = "x-goog-generation"
 
     def __init__(self, bucket: str, config: Config) -> None:
         root = f"gs://{bucket}"
@@ -227,20 +228,6 @@ class GCSStore(XmlStore):
             if error.status != _NOT_IMPLEMENTED:  # a store without multipart uploads has none open
                 raise
 
-    def get_range(
-        self,
-        key: str,
-        start: int,
-        into: Sequence[memoryview],
-        *,
-        if_version: str | None = None,
-        progress: Progress | None = None,
-    ) -> ObjectInfo:
-        info = super().get_range(key, start, into, if_version=if_version, progress=progress)
-        if if_version is not None and info.version != if_version:
-            raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
-        return info
-
     def head(self, key: str) -> ObjectInfo:
         # the metadata, which no cache keeps
         url = self._url(f"{self._path}/{quote(key, safe='')}", {"fields": RESOURCE})
@@ -309,6 +296,9 @@ class GCSStore(XmlStore):
         asked = {**headers, "Accept-Encoding": "gzip"}
         with self.exchange("GET", url, asked, key=key) as reply:
             _check_encoding(reply, self.uri(key))
+            # an emulator may ignore the condition
+            if if_version and self._version(reply, key) != if_version:
+                raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
             yield reply
 
     def failure(
@@ -316,10 +306,6 @@ class GCSStore(XmlStore):
     ) -> StoreError:
         is_google = self._access.is_google
         return from_answer(status, headers, body, action, uri, is_google=is_google)
-
-    def _version(self, reply: Reply, key: str) -> str:
-        name = "x-goog-generation"
-        return self.tag_of(reply.headers.get(name), key, name)
 
 
 def _check_encoding(reply: Reply, uri: str) -> None:

@@ -5,8 +5,8 @@ botocore refreshes both by its own rules.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import botocore.exceptions
@@ -96,9 +96,8 @@ def _is_passing(exc: Exception) -> bool:
     return False
 
 
-def fetching_keys(uri: str) -> contextlib.AbstractContextManager[None]:
-    """Converts boto3's errors while it finds or refreshes credentials; see :func:`fetching`."""
-    return fetching("AWS", uri, is_passing=_is_passing)
+fetching_keys = partial(fetching, "AWS", is_passing=_is_passing)
+"""Converts boto3's errors while it finds or refreshes credentials, see :func:`fetching`."""
 
 
 class Sessions:

@@ -21,11 +21,9 @@ from cloudckpt.errors import (
     WrongRegionError,
 )
 from cloudckpt.stores.base import (
-    Body,
     ObjectInfo,
     ObjectStore,
     Part,
-    Progress,
     Retry,
     Upload,
     once,
@@ -131,30 +129,15 @@ class S3Store(XmlStore):
             return {}
         return {"x-amz-checksum-crc32c": to_base64(crc32c), **self._of_whole}
 
-    def put(
-        self,
-        key: str,
-        body: Body,
-        *,
-        checksum: int,
-        attempt: str = "",
-        if_absent: bool = False,
-        if_version: str | None = None,
-        progress: Progress | None = None,
-    ) -> ObjectInfo:
-        headers = {**self._object_headers, **self.part_headers(checksum)}
-        if if_absent:
-            headers["If-None-Match"] = "*"
-        if if_version is not None:
-            headers["If-Match"] = if_version
-        return self._written(key, headers, body, attempt, progress)
+    def new_object_headers(self, checksum: int) -> dict[str, str]:
+        return {**self._object_headers, **self.part_headers(checksum)}
 
     def complete_upload(
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
         condition = {"If-None-Match": "*"} if if_absent else {}
         tag, _ = self._completed(upload, parts, condition)
-        self._tags_sent.add("ETag")  # with each part; a first completion of Ceph's may lack it
+        self._sends_versions = True  # with each part; a first completion of Ceph's may lack it
         size = sum(part.size for part in parts)
         return ObjectInfo(upload.key, size, self.tag_of(tag, upload.key))
 
