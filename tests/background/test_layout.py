@@ -215,7 +215,7 @@ _trees = st.dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(_trees)
 def test_any_tree_of_views_is_copied_and_is_independent(tree):
     before = [base.clone() for base in _bases]

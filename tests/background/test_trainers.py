@@ -28,19 +28,14 @@ from faults.states import SMALL, filled
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 warnings.simplefilter("ignore")
-
-
-def train():
+for kind, uri in {uris!r}.items():
     future = cloudckpt.async_save(
         filled(7, SMALL),
-        checkpoint_id={uri!r},
+        checkpoint_id=uri,
         planner=Slow(),
-        async_checkpointer_type=AsyncCheckpointerType.{kind},
+        async_checkpointer_type=AsyncCheckpointerType[kind],
     )
     print("under way:", not future.done(), flush=True)
-    return future
-
-
 """
 
 
@@ -76,13 +71,13 @@ NO_NEW_THREADS = pytest.mark.skipif(
 
 
 @NO_NEW_THREADS
-@pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
-def test_a_trainer_that_ends_commits_the_save_that_is_under_way(kind, local, tmp_path):
-    script = SCRIPT.format(uri=local.uri, kind=kind) + "train()\n"
-    done = _run(tmp_path, script)
+def test_a_trainer_that_ends_commits_the_saves_that_are_under_way(local, tmp_path):
+    places = [local.at(kind) for kind in ("THREAD", "PROCESS")]
+    uris = {kind: local.at(kind).uri for kind in ("THREAD", "PROCESS")}
+    done = _run(tmp_path, SCRIPT.format(uris=uris))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "under way: True\n"
-    assert step_at(local) == 7
+    assert done.stdout == "under way: True\n" * 2
+    assert [step_at(place) for place in places] == [7, 7]
 
 
 AT_THE_END = """
@@ -123,44 +118,23 @@ def test_a_save_that_the_end_of_the_interpreter_comes_before_is_refused(local, t
 
 FORKING = """
 import os
+import signal
 import sys
 
 import cloudckpt
 from faults.states import SMALL, filled
 
-with cloudckpt.checkpointer.make_async_checkpointer() as one:
-    one.save({uri!r}, filled(1, SMALL))[1].result(150)
-    before = one._saver._process.pid
-    if os.fork() == 0:
-        sys.exit()
-    os.wait()
-    one.save({uri!r}, filled(2, SMALL))[1].result(150)
-    print("the same process:", one._saver._process.pid == before)
-"""
-
-
-def test_a_fork_that_ends_leaves_the_saving_process_of_its_parent_alone(local, tmp_path):
-    done = _run(tmp_path, FORKING.format(uri=local.uri))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "the same process: True\n"
-    assert "Error" not in done.stderr
-    assert step_at(local) == 2
-
-
-OUTLIVED = """
-import os
-import signal
-import time
-
-import cloudckpt
-from background.waiting import eventually, is_running
-from faults.states import SMALL, filled
-
 one = cloudckpt.checkpointer.make_async_checkpointer()
 one.save({uri!r}, filled(1, SMALL))[1].result(150)
+before = one._saver._process.pid
+if os.fork() == 0:
+    sys.exit()
+os.wait()
 worker = os.fork()
 if worker == 0:
     signal.pause()
+one.save({uri!r}, filled(2, SMALL))[1].result(150)
+print("the same process:", one._saver._process.pid == before)
 life = one._saver._process._worker
 one.close()
 print("ended by itself:", life._process.returncode == 0)
@@ -168,10 +142,12 @@ os.kill(worker, 9)
 """
 
 
-def test_a_fork_that_lives_on_does_not_keep_the_saving_process(local, tmp_path):
-    done = _run(tmp_path, OUTLIVED.format(uri=local.uri))
+def test_forks_that_end_and_live_on_leave_the_saving_process_to_their_parent(local, tmp_path):
+    done = _run(tmp_path, FORKING.format(uri=local.uri))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "ended by itself: True\n"
+    assert done.stdout == "the same process: True\nended by itself: True\n"
+    assert "Error" not in done.stderr
+    assert step_at(local) == 2
 
 
 WITHIN_ANOTHER = """
