@@ -120,6 +120,15 @@ def test_an_arena_that_can_not_be_had_leaves_no_open_file(step, error, monkeypat
     assert open_files() == files
 
 
+def test_an_annex_that_is_closed_early_writes_to_no_file_that_is_opened_later(tmp_path):
+    annex = arenas.Annex()
+    annex.append(memoryview(b"x"))
+    annex.close()
+    with (tmp_path / "other").open("wb", 0) as other:  # gets the number of the annex's file
+        del annex
+        assert os.fstat(other.fileno()).st_size == 0
+
+
 def test_a_copy_outlives_its_stager():
     with Stager() as stager:
         staged = stager.stage({"t": numbered(10_000)})

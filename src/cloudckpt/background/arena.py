@@ -188,6 +188,7 @@ class Annex:
         """Frees the memory."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
+            self._file.raw.close()  # otherwise it would later write its buffer to another's file
             _give_back(fd, self._owner)
 
 
