@@ -150,12 +150,14 @@ def test_closing_again_does_what_an_interrupt_has_kept_from_being_done(local, ga
 # ---- failures
 
 
-def test_a_saver_whose_thread_can_not_be_started_is_not_made(monkeypatch):
+@pytest.mark.parametrize(("is_alive", "why"), [(True, "ulimit -u"), (False, "shutting down")])
+def test_a_saver_whose_thread_can_not_be_started_is_not_made(is_alive, why, monkeypatch):
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(AsyncSaveError, match="ulimit -u"):
+    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: is_alive)
+    with pytest.raises(AsyncSaveError, match=why):
         saver()
 
 

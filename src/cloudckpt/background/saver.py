@@ -122,6 +122,8 @@ class AsyncSaver:
         try:
             self._thread.submit(int)  # starts the thread now, where the other ranks hear of it
         except RuntimeError as exc:
+            if not threading.main_thread().is_alive():
+                raise _has_ended(False, "", exc) from exc
             raise AsyncSaveError(
                 "the thread for background saves can't be started: lower the number of threads, "
                 "or raise the limit of the process (ulimit -u)",
