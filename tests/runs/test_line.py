@@ -231,7 +231,7 @@ def test_of_many_jobs_that_of_an_abandoned_step_that_is_restored_is_not_forgotte
         assert manager.all_steps() == [1, 3, 4]
 
 
-def test_a_run_with_steps_is_never_taken_for_a_new_one(run) -> None:
+def test_a_run_with_steps_is_never_taken_for_a_new_one(run, caplog) -> None:
     with job(run) as manager:
         save(manager, 1, 2)
     with job(run) as manager:  # it forgets to restore, and is killed before its first commit
@@ -239,6 +239,7 @@ def test_a_run_with_steps_is_never_taken_for_a_new_one(run) -> None:
         with pytest.raises(cloudckpt.errors.CloudCheckpointError):
             manager.save(3, state(3))
     assert restored(run) == (2, 2)
+    assert "abandoned" not in caplog.text
     assert cloudckpt.latest(run).endswith("step-2")
     assert states(run) == {1: "line", 2: "line"}
 

@@ -230,7 +230,8 @@ class Pruner:
             CheckpointNotFoundError: If the step has no committed checkpoint.
             StoreError: If the store refuses or stays unreachable.
         """
-        self._thread.submit(self._delete, step).result()
+        uri, check = self._run.uri(step), self._line.check_claim
+        self._thread.submit(delete_at, uri, self._run.config, check).result()
 
     def wait(self) -> None:
         """Waits until all requested deletions have ended."""
@@ -303,10 +304,6 @@ class Pruner:
                 logger.error(
                     "step %d could not be deleted, and stays until the next save: %s", step, error
                 )
-
-    def _delete(self, step: int) -> None:
-        """Deletes a step if this job still holds the claim."""
-        delete_at(self._run.uri(step), self._run.config, self._line.check_claim)
 
 
 class StepsInUse:

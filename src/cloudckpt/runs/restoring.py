@@ -86,11 +86,12 @@ def restore_newest(
             if isinstance(error, CheckpointCorruptError):
                 distrust(error)
             logger.error("step %d can't be restored, so the previous one is tried: %s", step, error)
-    if passed:
-        others = (
-            f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
-            for step, one in passed.items()
-        )
+    others = [
+        f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
+        for step, one in passed.items()
+        if restored is None or step > restored
+    ]
+    if others:
         logger.warning(
             "%s: %s restored; these newer steps were not, because they are abandoned: %s. To "
             "load one of them, call restore(step=...)",
