@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import mmap
 import os
 import tempfile
@@ -149,7 +150,7 @@ class Annex:
         except OSError as exc:
             raise self._failed(exc) from exc
         self._owner = os.getpid()
-        self._file = open(self.fd, "wb", _BUFFER, closefd=False)  # noqa: SIM115 - closed by close()
+        self._file = io.BufferedWriter(io.FileIO(self.fd, "wb", closefd=False), _BUFFER)
         self._unchecked = 0  # bytes that may be written before checking free memory again
 
     def append(self, view: memoryview) -> int:
