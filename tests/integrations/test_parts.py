@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from cloudckpt import Config, api
 from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.errors import AccessDeniedError
+from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
     Parts,
     files_of_first,
@@ -16,6 +18,7 @@ from cloudckpt.integrations.state import (
     random_state,
     unpacked,
 )
+from cloudckpt.runs.catalog import Run
 
 
 def _made(**options: float) -> tuple[torch.nn.ModuleDict, torch.optim.Optimizer]:
@@ -72,6 +75,18 @@ def test_an_optimizer_that_was_not_saved_stays_unless_loading_is_strict(tmp_path
     _train(model, optimizer, "a")
     _parts(model, optimizer).load(uri, Config(), beside={}, strict=False)
     assert len(optimizer.state) == 2
+
+
+def test_who_may_read_only_a_step_may_load_it_but_not_save_beside_it(tmp_path, monkeypatch) -> None:
+    def deny(run: Run) -> None:
+        raise AccessDeniedError("no")
+
+    api.save({"a": 1}, checkpoint_id=f"file://{tmp_path}/step-1")
+    monkeypatch.setattr(Run, "owner", deny)
+    saves = Saves(Config())
+    saves.resumed(f"file://{tmp_path}/step-1")
+    with pytest.raises(AccessDeniedError):
+        saves.save({"a": 2}, f"file://{tmp_path}/step-2")
 
 
 def test_random_generators_go_on_as_they_were() -> None:

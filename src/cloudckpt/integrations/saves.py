@@ -28,7 +28,7 @@ from cloudckpt.checkpointer import (
 )
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError, CloudCheckpointError
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import OwnLine
 from cloudckpt.runs.deleting import delete_at
@@ -129,7 +129,7 @@ class Saves:
     def resumed(self, uri: str) -> None:
         """Makes later saves continue a checkpoint that the framework has loaded.
 
-        Does nothing if it is not a step of a run.
+        Does nothing if it is not a step of a run, or if the job may not read that run.
 
         Raises:
             CloudCheckpointError: If the notes of the checkpoint can't be read.
@@ -148,7 +148,10 @@ class Saves:
         if step is None and notes is not None and notes.job:  # a copy of a step, such as "last"
             step = notes.step
         if notes is not None and step is not None:
-            self._go_on(self._line_of(run), step, notes)
+            try:
+                self._go_on(self._line_of(run), step, notes)
+            except AccessDeniedError as error:  # a job that does not save has no need of its run
+                logger.warning("%s: later saves won't continue step %d: %s", run.root, step, error)
 
     def _go_on(self, line: OwnLine, step: int, notes: Notes) -> None:
         line.go_on_from(step, notes)
