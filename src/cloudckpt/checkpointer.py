@@ -131,8 +131,8 @@ class Checkpointer(ClosedAtExit):
         given: object = config.planner
         if not callable(given):
             raise ConfigError(
-                f"planner={given!r}: give a class or a function that makes the planner of each "
-                "save; save() accepts a planner for one save"
+                f"planner={given!r}: give a class or a function that makes a planner; to use "
+                "a planner for one save only, pass it to save()"
             )
         self._planner = config.planner()
         self._closed = False

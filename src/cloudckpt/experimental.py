@@ -194,7 +194,11 @@ class CloudCheckpointReader(CheckpointReader):
         if missing:
             more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
             logger.warning(
-                "%s: the file lacks the keys %s%s of the state dict", uri, missing[:10], more
+                "%s: the file lacks the keys %s%s of the state dict; "
+                "their values stay as they were",
+                uri,
+                missing[:10],
+                more,
             )
         return updated, missing
 

@@ -135,7 +135,7 @@ class SaveProcess:
 
 
 class _Shared:
-    """The memory that the process maps: the arena of the staged copy, and the annex."""
+    """The memory shared with the saving process: the arena of the staged copy, and the annex."""
 
     def __init__(self, arena: Arena | None, annex: Annex, pool: StagingPool) -> None:
         self.pool = pool

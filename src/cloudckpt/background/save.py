@@ -138,7 +138,10 @@ class Save:
         made.add_done_callback(pass_on)
 
     def begin(self, *, commits: bool) -> None:
-        """Lets the writer begin, once: the commit may replace only what is at the location now."""
+        """Starts the writer, unless it was started before.
+
+        The commit may then replace only what is at the location now.
+        """
         if not self._has_begun_writing:
             self.writer.reset(self.redirect)
             self.writer.begin(commits=commits)

@@ -137,7 +137,7 @@ class AsyncSaver:
             self._process = SaveProcess(self._options)
 
     def _abandon(self) -> None:
-        """Releases everything made so far, if the ranks can't have a saver."""
+        """Releases what was made so far, after the saver could not be made on all ranks."""
         self._thread.shutdown(wait=False)
         if self._process is not None:
             self._process.close(0)

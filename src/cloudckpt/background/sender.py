@@ -349,7 +349,7 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
 
 
 def sent(job: Job, memory: Sequence[memoryview], stats: TransferStats) -> tuple[WrittenObject, ...]:
-    """Sends the objects of a job, whose bytes are in two parts of memory, and returns them."""
+    """Sends a job's objects from its two parts of memory (arena, annex), and returns them."""
     destination = job.destination
     store = open_store(destination.uri, destination.config)
     group = sending_group(destination, store)
@@ -390,7 +390,7 @@ def _descriptors(end: socket.socket, count: int) -> list[int]:
         if len(found) < count:
             raise SaveProcessError(
                 "the saving process can't open the shared memory of the staged copy: the "
-                "process or the machine has as many files open as it may; raise the limit "
+                "process or the machine has reached its limit of open files; raise the limit "
                 "(ulimit -n)"
             )
     except BaseException:

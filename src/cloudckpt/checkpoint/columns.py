@@ -132,7 +132,7 @@ class PackedColumns:
 
     @property
     def left(self) -> int:
-        """The bytes that were not read yet."""
+        """The bytes that are not yet read."""
         return len(self._data) - self._at
 
     def take(self, count: int) -> torch.Tensor:

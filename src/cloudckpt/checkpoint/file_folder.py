@@ -99,7 +99,7 @@ def sealed(line: bytes) -> bytes:
 
 
 def unsealed(data: bytes | bytearray, uri: str) -> bytes:
-    """Returns the line of JSON that was sealed.
+    """Returns the line of JSON that :func:`sealed` was given, after checking its CRC32C.
 
     Raises:
         CheckpointCorruptError: If it does not match its checksum.

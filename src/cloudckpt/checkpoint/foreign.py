@@ -108,8 +108,9 @@ def _fields(
         for name, value in vars(made).items():
             if not isinstance(value, kinds.get(name, others)):
                 raise ValueError(
-                    f"invalid metadata: {cls.__name__}.{name[:200]} is a {type(value).__name__}, "
-                    "or a field that this version does not know: was it written by a newer torch?"
+                    f"invalid metadata: {cls.__name__}.{name[:200]} has the unexpected type "
+                    f"{type(value).__name__}, or is a field that this version "
+                    "does not know: was it written by a newer torch?"
                 )
             numbers = value if type(value) is torch.Size else (value,) if type(value) is int else ()
             if numbers and not 0 <= min(numbers) <= max(numbers) < _END:

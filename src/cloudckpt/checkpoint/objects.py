@@ -193,7 +193,10 @@ class WrittenObject:
 
     @property
     def name(self) -> str:
-        """The object's name relative to the checkpoint that names it, also if a sibling has it."""
+        """The object's path relative to the checkpoint that refers to it.
+
+        It begins with ``../`` if the object is in the folder of a sibling checkpoint.
+        """
         name = data_name(self.rank, self.ordinal, self.attempt)
         return f"../{self.folder}/{name}" if self.folder else name
 

@@ -121,7 +121,7 @@ class Places:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> None:
-        """Reads the indexes of all objects that were not read yet.
+        """Reads the indexes of all objects that are not yet read.
 
         Args:
             store: The store of the objects.
@@ -240,7 +240,7 @@ class Places:
         stats: TransferStats,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> None:
-        """Reads the indexes of objects that were not read yet; ``names``: an item
+        """Reads the indexes of objects that are not yet read; ``names``: an item
         of each object.
         """
         records = [

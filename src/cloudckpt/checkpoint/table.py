@@ -252,7 +252,7 @@ class Table:
         if bool(too_many.any()):
             name = self.name_at(int(too_many.nonzero()[0]))
             raise NotInColumnsError(
-                f"invalid metadata: {name[:200]} has no dimensions, and not exactly one chunk"
+                f"invalid metadata: {name[:200]} needs exactly one chunk, as it has no dimensions"
             )
 
     def check_chunks(self) -> None:

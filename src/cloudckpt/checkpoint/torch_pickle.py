@@ -127,7 +127,7 @@ class _Opcodes:
         return code
 
     def _form(self, form: Form) -> tuple[bytes, bytes]:
-        """Returns the opcodes before and after a tensor's chunks."""
+        """Returns the opcodes before and after the chunks of a tensor of this form."""
         if form.shape is None:
             return self._short(BytesStorageMetadata()), b""
         self._remember(form.properties)

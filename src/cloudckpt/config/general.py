@@ -160,13 +160,13 @@ class Config(Options):
 
     @property
     def most_connections(self) -> int:
-        """The most connections that a transfer of this rank may open."""
+        """The maximum number of connections that a transfer of this rank may open."""
         shared = max(1, MOST_ON_A_MACHINE // _ranks_here())
         return shared if self.connections == "auto" else self.connections
 
     @property
     def requests_at_once(self) -> int:
-        """The most small requests, such as deletions, that are sent at the same time."""
+        """The maximum number of concurrent small requests, such as deletions."""
         most = self.most_connections
         return min(_SMALL_REQUESTS, most) if self.connections == "auto" else most
 

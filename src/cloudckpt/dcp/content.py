@@ -31,7 +31,7 @@ _LEAVES = frozenset((*_ATOMS, torch.Tensor, torch.nn.Parameter, DTensor))
 
 
 class PerRank(Generic[T]):
-    """A value of a state dict of which each rank has its own, made by :func:`cloudckpt.per_rank`.
+    """A value in a state dict of which each rank saves its own; see :func:`cloudckpt.per_rank`.
 
     Attributes:
         value: The value of this rank. After a load, the value that this rank has saved; if the

@@ -179,7 +179,10 @@ class Digests:
 
 
 def _value(item: WriteItem, planner: SavePlanner, data: Callable[[], Any] | None = None) -> Any:
-    """Returns this rank's copy; None if it can't be had, which the rank that saves it reports."""
+    """Returns this rank's copy of an item, or None if that fails.
+
+    The rank that saves the item reports the failure.
+    """
     with contextlib.suppress(Exception):
         if _saves_as_it_is(planner):
             return _saved(item, planner)

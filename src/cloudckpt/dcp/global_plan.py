@@ -260,7 +260,7 @@ class _Items:
         if several.numel():
             number = int(order[several[0]])
             raise self._invalid(
-                number, "is whole on some rank, but ranks have different parts of it"
+                number, "is saved whole by some rank, but ranks also save other parts"
             )
         table = Table(
             numbered([*map(self._names.__getitem__, order.tolist())]),

@@ -144,7 +144,7 @@ _lock = module_lock()
 def remember(
     members: dist.ProcessGroup | None, uri: CheckpointURI, attempt: str, written: Record
 ) -> None:
-    """Keeps the locations of this rank's items in a checkpoint, for the next save beside it.
+    """Keeps the locations of this rank's items in a checkpoint, for the next save to a sibling.
 
     Args:
         members: The group that saved it.

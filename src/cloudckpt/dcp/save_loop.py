@@ -404,12 +404,13 @@ class SaveLoop:
         ):
             try:
                 if digests[rank] != planned_digest:
-                    raise ValueError("the rank wrote by another plan")
+                    raise ValueError("its plan has another digest")
                 written[rank] = written[rank].completed(extents)
             except ValueError as exc:
                 raise IncompleteSaveError(
-                    f"rank {rank} wrote by another plan, or another save, than rank 0: {exc}; "
-                    "nothing was committed. Save again: all ranks will then plan anew",
+                    f"rank {rank} used a different plan than rank 0, or its previous save was a "
+                    f"different one: {exc}; nothing was committed. Save again: "
+                    "all ranks will then plan anew",
                     uri=self._uri,
                 ) from exc
         return OfAllRanks(before.planned, digests, tuple(one.extents for one in written)), written

@@ -136,7 +136,7 @@ class ModelCommit:
         """
         if self._there and not self._config.overwrite:
             raise CheckpointExistsError(
-                "a model, or files of one, already exist here and overwrite is off: delete "
+                "a model, or some of its files, already exist here and overwrite is off: delete "
                 "them, or save to another location",
                 uri=str(self._uri),
             )
@@ -179,7 +179,7 @@ class ModelCommit:
                 for file, of_file in zip(self._files, parts, strict=True):
                     if sum(part.size for part in of_file) != file.size:
                         raise IncompleteSaveError(
-                            "not all parts of a file were sent: save the model again",
+                            "the sent parts do not add up to the whole file: save the model again",
                             uri=self._uri.object(file.name),
                         )
                 if self._has_index:

@@ -163,14 +163,14 @@ def bytes_of_size(size: int | str) -> int:
         match = _SIZE.fullmatch(size)
         if match is None:
             raise ConfigError(
-                f"max_shard_size={size!r}: write a number of bytes, or a text such as 5GB or 4GiB"
+                f"max_shard_size={size!r}: give a number of bytes, or a text such as 5GB or 4GiB"
             )
         number, unit, binary = match.groups()
         power = " KMGT".index(unit.upper() or " ")
         size = int(float(number) * (1024 if binary else 1000) ** power)
     found = whole_number(size)
     if found is None or found < 1:
-        raise ConfigError(f"max_shard_size={size!r}: write at least 1 byte")
+        raise ConfigError(f"max_shard_size={size!r}: give at least 1 byte")
     return found
 
 

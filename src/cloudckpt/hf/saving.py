@@ -354,8 +354,8 @@ def _tensors(
             found = kinds.setdefault(name, (kind, tuple(data.size)))
             if found != (kind, tuple(data.size)):
                 raise ShapeMismatchError(
-                    f"{name} has another type or shape on rank {rank} than on another rank: "
-                    "make them equal",
+                    f"{name} has a different type or shape on rank {rank} than on a lower rank: "
+                    "give it the same on all ranks",
                     item=name,
                 )
             box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))

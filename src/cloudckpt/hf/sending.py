@@ -144,7 +144,7 @@ def plan_work(
 
 
 def _part_size(file: FilePlan, config: Config, limits: Capabilities, least: int) -> int:
-    """Returns the most bytes of a part; half of it is still enough for a part."""
+    """Returns the maximum size of a part in bytes; half of it is still enough for a part."""
     size = choose_part_size(
         file.size,
         config.part_size,

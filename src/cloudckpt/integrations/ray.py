@@ -96,7 +96,7 @@ def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
 
 
 def checkpoint_upload_fn(reported: Any, name: str) -> Any:
-    """Waits for a referenced checkpoint, and returns it as one in Ray's storage; Ray calls this.
+    """Waits for a reported checkpoint, and returns it as Ray's checkpoint; Ray calls this.
 
     Args:
         reported: The result of :func:`checkpoint`.

@@ -397,7 +397,7 @@ def _room(folder: str, item: StoredItem, uri: str) -> torch.Tensor:
     """
     if item.dtype != "uint8" or item.shape is None or len(item.shape) != 1:
         raise ConfigError(
-            f"{item.name!r} is not a file of a Trainer: this checkpoint was not saved by one",
+            f"{item.name!r} is not a file of a Trainer: load this checkpoint with cloudckpt.load",
             uri=uri,
             item=item.name,
         )

@@ -176,7 +176,7 @@ class Run:
 
     @property
     def store(self) -> ObjectStore:
-        """The store in which the run is."""
+        """The store that holds the run."""
         return open_store(self.root, self.config)
 
     @property
@@ -340,7 +340,8 @@ class Run:
         """Logs one error that names the steps whose notes can't be read, if there are any."""
         if unread:
             logger.error(
-                "%s: the notes of %s can't be read, so it is neither restored nor deleted%s: %s",
+                "%s: the notes of %s can't be read, so the step is neither "
+                "restored nor deleted%s: %s",
                 self.root,
                 self.names.name(min(unread)),
                 f" (nor are {len(unread) - 1} others)" if len(unread) > 1 else "",

@@ -491,7 +491,7 @@ class CheckpointManager(ClosedAtExit):
     def _check_writable(self) -> None:
         """Raises a ConfigError if the manager is ``read_only``."""
         if self._read_only:
-            raise ConfigError("the manager is read_only: make another one to save or delete")
+            raise ConfigError("the manager is read_only: to save or delete, make one without it")
 
     def _check_open(self) -> None:
         """Raises a ClosedError if the manager was closed, or made in another process."""

@@ -41,7 +41,7 @@ T = TypeVar("T")
 _PIECE = 16 * 1024**2  # bytes read at a time to compute a checksum
 
 MOST_READ = 256 * MIB
-"""The most bytes that `get` reads unless its caller sets another limit."""
+"""The maximum number of bytes that `get` reads unless its caller sets another limit."""
 
 Body = Sequence[memoryview]
 """Byte views (format ``B``), sent in order."""

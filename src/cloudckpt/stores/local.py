@@ -223,7 +223,9 @@ class LocalStore(ObjectStore):
             try:
                 info = self._described(key, os.fstat(file))
                 if if_version is not None and info.version != if_version:
-                    raise PreconditionFailedError("the file was replaced", uri=self.uri(key))
+                    raise PreconditionFailedError(
+                        "the file was replaced after its version was read", uri=self.uri(key)
+                    )
                 yield file, info
             finally:
                 os.close(file)
@@ -300,7 +302,9 @@ class LocalStore(ObjectStore):
             with locked(Path(key).parent):
                 if self._version(key) not in (None, if_version):
                     raise PreconditionFailedError(
-                        "the file was replaced", uri=self.uri(key), certain=True
+                        "the file was replaced after its version was read",
+                        uri=self.uri(key),
+                        certain=True,
                     )
                 Path(key).unlink()
 
@@ -333,7 +337,9 @@ class LocalStore(ObjectStore):
                 with locked(Path(key).parent):
                     if if_version is not None and self._version(key) != if_version:
                         raise PreconditionFailedError(
-                            "the file was replaced", uri=self.uri(key), certain=True
+                            "the file was replaced after its version was read",
+                            uri=self.uri(key),
+                            certain=True,
                         )
                     self._appear(upload, os.fstat(file), if_absent=if_absent)
                     is_there = True
@@ -443,7 +449,7 @@ class LocalStore(ObjectStore):
                 ) from exc
             has_limit = exc.errno in (errno.EMFILE, errno.ENFILE)
             raise InvalidRequestError(
-                "the process or the machine has as many files open as it may; raise the limit "
+                "the process or the machine has reached its limit of open files; raise the limit "
                 "(ulimit -n)"
                 if has_limit
                 else "the file system refused the operation; see the cause",

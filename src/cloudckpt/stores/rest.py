@@ -208,7 +208,7 @@ class RestStore(ObjectStore):
     def _length(self, reply: Reply, key: str) -> int:
         """Returns the object's size, from the response to a HEAD or a GET of the whole object."""
         if reply.length is None:
-            raise ConnectionLostError("the answer has no length", uri=self.uri(key))
+            raise ConnectionLostError("the response has no length", uri=self.uri(key))
         return reply.length
 
     def naming(self, attempt: str) -> dict[str, str]:
@@ -226,7 +226,7 @@ class RestStore(ObjectStore):
         if tag:
             self._sends_versions = True
             return tag
-        uri, missing = self.uri(key), "the answer has no ETag or generation"
+        uri, missing = self.uri(key), "the response has no ETag or generation"
         if self._sends_versions:
             raise ConnectionLostError(missing, uri=uri)
         raise StoreError(
@@ -505,7 +505,9 @@ class RestStore(ObjectStore):
                 return
             if found.version != if_version:
                 raise PreconditionFailedError(
-                    "the object was replaced", uri=self.uri(key), certain=True
+                    "the object was replaced after its version was read",
+                    uri=self.uri(key),
+                    certain=True,
                 )
         self._delete(key, if_version)
 

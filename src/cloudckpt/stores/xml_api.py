@@ -42,7 +42,7 @@ _MOST_TAGS = 1_000_000  # a response for a thousand blobs of Azure has some seve
 # for an encoding that Python does not know, or that expat can't use, the parser raises LookupError
 # or ValueError
 _NO_XML = (ElementTree.ParseError, LookupError, ValueError)
-_NOT_THE_XML = "the store's answer is not the expected XML; check the endpoint and the proxy"
+_NOT_THE_XML = "the store's response is not the expected XML; check the endpoint and the proxy"
 
 
 def unqualified(body: bytes, uri: str, name: str = "") -> Element:
@@ -169,7 +169,7 @@ class XmlStore(RestStore):
         with self.exchange("POST", url, headers, key=key) as reply:
             upload_id = text(unqualified(reply.read_all(), self.uri(key)), "UploadId")
         if not upload_id:
-            raise ServerError("the answer has no upload ID", uri=self.uri(key))
+            raise ServerError("the response has no upload ID", uri=self.uri(key))
         return Upload(key, upload_id, part_size, attempt=attempt)
 
     def put_part(
@@ -206,7 +206,7 @@ class XmlStore(RestStore):
             root = result_of(self, reply, "POST", uri)
             tag = text(root, "ETag")
             if not tag and root.tag not in ("", "CompleteMultipartUploadResult"):
-                raise ServerError("the answer to the completion of an upload is empty", uri=uri)
+                raise ServerError("the response to the completion of an upload is empty", uri=uri)
             return tag, reply.headers
 
     def _completion(self, parts: Sequence[Part]) -> bytes:

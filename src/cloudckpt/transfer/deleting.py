@@ -106,11 +106,15 @@ def delete_quietly(
     try:
         left = delete_each(store, keys, Retrier.for_cleanup(policy).policy, threads=threads)
     except Exception as error:  # noqa: BLE001 - see above
-        logger.warning("unneeded objects could not be deleted: %s", error)
+        logger.warning("unneeded objects could not be deleted: %s (they only take up space)", error)
         return
     if left:
         reason = next(iter(left.values()))
-        logger.warning("%d unneeded objects could not be deleted: %s", len(left), reason)
+        logger.warning(
+            "%d unneeded objects could not be deleted: %s (they only take up space)",
+            len(left),
+            reason,
+        )
 
 
 def _try_each(

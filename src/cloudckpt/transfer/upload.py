@@ -310,7 +310,7 @@ class ObjectUpload:
         self.abort()
 
     def _look(self, attempt: str, checksum: int | None) -> ObjectInfo | None:
-        """Returns the object if that attempt has made it with the right checksum; else None."""
+        """Returns the object if the given attempt wrote it with the given checksum; else None."""
         info = written(self._store, self.key, attempt, self._retrier.policy)
         known = None if info is None else info.checksum
         return info if checksum is None or known in (None, checksum) else None
@@ -337,7 +337,7 @@ def _abort_all(
                 _abort(store, upload, policy)
     except CloudCheckpointError as error:
         logger.warning(
-            "unfinished multipart uploads could not be listed, and so not aborted: %s; "
+            "unfinished multipart uploads could not be listed, so some are not aborted: %s; "
             "cloudckpt sweep aborts them later",
             error,
         )

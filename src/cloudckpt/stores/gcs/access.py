@@ -246,9 +246,9 @@ def _find(uri: str) -> google.auth.credentials.Credentials:
 
 def _none(exc: Exception, uri: str) -> CredentialsError:
     return CredentialsError(
-        "no Google credentials were found: neither in the file that "
-        "GOOGLE_APPLICATION_CREDENTIALS names, nor in gcloud's "
-        "application_default_credentials.json, nor at the metadata server of a Google machine; "
+        "no Google credentials were found in the file that "
+        "GOOGLE_APPLICATION_CREDENTIALS names, in gcloud's "
+        "application_default_credentials.json, or at the metadata server of a Google machine; "
         "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
         uri=uri,
         cause=_said(exc),

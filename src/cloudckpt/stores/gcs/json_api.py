@@ -104,7 +104,7 @@ def answer_of(reply: Reply) -> dict[str, Any]:
     """
     answer = json.loads(reply.read_all())
     if not isinstance(answer, dict) or "error" in answer:
-        raise ValueError("the answer is not a JSON object: check the endpoint and the proxy")
+        raise ValueError("the response is not a JSON object: check the endpoint and the proxy")
     return answer
 
 

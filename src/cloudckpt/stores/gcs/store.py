@@ -298,7 +298,9 @@ class GCSStore(XmlStore):
             _check_encoding(reply, self.uri(key))
             # an emulator may ignore the condition
             if if_version and self._version(reply, key) != if_version:
-                raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
+                raise PreconditionFailedError(
+                    "the object was replaced after its version was read", uri=self.uri(key)
+                )
             yield reply
 
     def failure(

@@ -172,7 +172,9 @@ class Reply:
             return whole
         span, extent = told(span), told(extent)
         if unit != "bytes" or whole is None:
-            raise ConnectionLostError("the answer has no valid Content-Range", uri=uri, cause=span)
+            raise ConnectionLostError(
+                "the response has no valid Content-Range", uri=uri, cause=span
+            )
         if whole < start + size:
             raise RangeNotSatisfiableError(
                 f"the object ends before the requested range: the store offered bytes {extent} "
@@ -204,7 +206,7 @@ class Reply:
                     ) from exc
                 if count == 0:
                     raise ConnectionLostError(
-                        f"the answer ended too early, after {received} bytes", received=received
+                        f"the response ended too early, after {received} bytes", received=received
                     )
                 done += count
                 received += count
@@ -253,7 +255,7 @@ class Reply:
             return bytes(data)
         if not self._raw.isclosed() or (self.length or 0) > len(data):
             raise ConnectionLostError(
-                f"the answer is incomplete or too long, after {len(data)} bytes"
+                f"the response is incomplete or too long, after {len(data)} bytes"
             )
         return bytes(data)
 
@@ -282,7 +284,7 @@ class Reply:
             if not piece:
                 return
             if time.monotonic() > end:
-                raise TimeoutError(f"the answer was not complete within {self._longest:.0f} s")
+                raise TimeoutError(f"the response was not complete within {self._longest:.0f} s")
             data += piece
 
     def _step(self, view: memoryview) -> int:
@@ -346,7 +348,7 @@ def reading(uri: str) -> Iterator[None]:
         raise
     except Exception as exc:
         raise ServerError(
-            "the store's answer can't be understood; check the endpoint and the proxy",
+            "the store's response can't be parsed; check the endpoint and the proxy",
             uri=uri,
             cause=reason(exc),
         ) from exc

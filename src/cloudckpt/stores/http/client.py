@@ -164,9 +164,9 @@ class _ResumedResponse(http.client.HTTPResponse):
 
 
 class _Connecting(_Ours):
-    """The connection class above urllib3's: connects under the watch, with this package's sockets.
+    """A mix-in for urllib3's connections: connects with this package's sockets, in limited time.
 
-    The watch is needed because a proxy may send its response byte by byte. With TLS, the context
+    The time is watched because a proxy may send its response byte by byte. With TLS, the context
     chooses the socket class, so urllib3 is given a context like the one that it would create by
     itself. TLS inside a proxy's TLS is not a socket and can't be replaced.
     """

@@ -32,7 +32,7 @@ class Keys:
     """The credentials that boto3 finds; no credentials for anonymous access."""
 
     def __init__(self, session: Callable[[], Any] | None, uri: str) -> None:
-        """Finds the credentials.
+        """Asks boto3 for credentials.
 
         Args:
             session: Creates a boto3 session; None for anonymous access.
@@ -47,9 +47,9 @@ class Keys:
         self._found = session().get_credentials()
         if self._found is None:
             raise CredentialsError(
-                "no AWS credentials were found: neither in the environment "
-                "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), nor "
-                "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), nor from "
+                "no AWS credentials were found in the environment "
+                "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), "
+                "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), or from "
                 "the container's or instance's role",
                 uri=uri,
                 certain=True,

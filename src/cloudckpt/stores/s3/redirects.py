@@ -106,7 +106,9 @@ def redirected_read(
 
 def _check(pinned: str | None, version: str, uri: str) -> None:
     if pinned is not None and version != pinned:
-        raise PreconditionFailedError("the object was replaced", uri=uri, certain=True)
+        raise PreconditionFailedError(
+            "the object was replaced after its version was read", uri=uri, certain=True
+        )
 
 
 def _checked(location: str, origin: str, uri: str) -> str:
