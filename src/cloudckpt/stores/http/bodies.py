@@ -348,7 +348,7 @@ def reading(uri: str) -> Iterator[None]:
         raise
     except Exception as exc:
         raise ServerError(
-            "the store's response can't be parsed; check the endpoint and the proxy",
+            "the store's response can't be understood; check the endpoint and the proxy",
             uri=uri,
             cause=reason(exc),
         ) from exc
