@@ -46,12 +46,7 @@ from cloudckpt.dcp.failures import portable_errors, unpickled_plan
 from cloudckpt.dcp.global_plan import plan_together, record_of
 from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME
 from cloudckpt.dcp.reader import committed_metadata
-from cloudckpt.dcp.save_plan import (
-    CloudSavePlanner,
-    KnownPlan,
-    OfAllRanks,
-    Outline,
-)
+from cloudckpt.dcp.save_plan import CloudSavePlanner, KnownPlan, OfAllRanks, Outline
 from cloudckpt.dcp.saving import Contents
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
 from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError, UnsupportedValueError

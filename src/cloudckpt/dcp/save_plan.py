@@ -39,12 +39,7 @@ from cloudckpt.checkpoint.shard import (
     check_supported,
     small_form_of,
 )
-from cloudckpt.checkpoint.structure import (
-    Flat,
-    Structure,
-    check_nesting,
-    is_flattened,
-)
+from cloudckpt.checkpoint.structure import Flat, Structure, check_nesting, is_flattened
 from cloudckpt.checkpoint.torch_private import (
     PLANS_ITSELF,
     StridedShard,

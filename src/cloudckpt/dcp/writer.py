@@ -344,7 +344,9 @@ class CloudStorageWriter(OurWriter):
         if compares and self.config.replicas != "trust":
             flat = getattr(planner, "state_dict", None)
             if not isinstance(flat, Mapping):
-                flat = flatten_state_dict(state_dict)[0]
+                flat = {}
+                with contextlib.suppress(ValueError):  # the planner may use names of its own
+                    flat = flatten_state_dict(state_dict)[0]
             self._planning = planner, flat
         return self._structure
 
