@@ -125,8 +125,8 @@ def goal_of(run: Run, step: int) -> Notes:
     newest = next((at for at, one, is_on in walk if is_on and isinstance(one, Notes)), step)
     if newest != step:
         logger.warning(
-            "%s is restored, although %s: the first save starts a new line of steps, and older "
-            "steps that do not belong to it count as abandoned",
+            "%s is restored, although %s: the first save starts a new line of steps; steps that do "
+            "not belong to it count as abandoned, and a save of the same step replaces them",
             f"step {step}",
             f"step {newest} is newer" if newest > step else "it is abandoned",
         )

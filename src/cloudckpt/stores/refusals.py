@@ -50,7 +50,9 @@ _TIMEOUTS = {"requesttimeout", "requesttimeoutexception", "operationtimedout"}  
 
 _TEXTS: Mapping[type[StoreError], str] = {
     errors.AccessDeniedError: "access denied; check the policies for these credentials",
-    errors.BucketNotFoundError: "the bucket does not exist; check its name and the endpoint",
+    errors.BucketNotFoundError: (
+        "the bucket does not exist (on Azure: the container); check its name and the endpoint"
+    ),
     errors.ClockError: "this machine's clock is wrong by minutes",
     errors.CredentialsError: "the store does not accept these credentials; correct or renew them",
     errors.InvalidRequestError: "the store rejected the request; see the code in the cause",
