@@ -14,25 +14,16 @@ def test_no_interleaving_damages_a_checkpoint_or_leaves_anything_in_the_end(worl
         try_one(worlds, seed)
 
 
-def test_without_the_limit_of_a_save_a_checkpoint_is_damaged(worlds, monkeypatch):  # noqa: F811
-    """The scheduler finds what the limit rules out: a sweep behind the back of a slow save."""
-    monkeypatch.setattr(baseline, "LONGEST_SAVE", 1e9)
+@pytest.mark.parametrize(
+    ("module", "kinds"), [(baseline, ("save", "sweep", "prune")), (adopting, ("adopt", "sweep"))]
+)
+def test_without_its_limit_of_age_a_sweep_damages_a_checkpoint(worlds, monkeypatch, module, kinds):  # noqa: F811
+    """The scheduler finds what the limits rule out: a sweep behind a slow save, or an adoption."""
+    monkeypatch.setattr(module, "LONGEST_SAVE", 1e9)
 
     def run_many() -> None:
         for seed in range(5000):
-            worlds(seed, kinds=("save", "sweep", "prune")).run()
-
-    with pytest.raises(AssertionError, match="is gone"):
-        run_many()
-
-
-def test_without_a_limit_of_age_what_is_adopted_may_be_swept(worlds, monkeypatch):  # noqa: F811
-    """The scheduler finds what that limit rules out: a sweep behind the back of an adoption."""
-    monkeypatch.setattr(adopting, "LONGEST_SAVE", 1e9)
-
-    def run_many() -> None:
-        for seed in range(5000):
-            worlds(seed, kinds=("adopt", "sweep")).run()
+            worlds(seed, kinds=kinds).run()
 
     with pytest.raises(AssertionError, match="is gone"):
         run_many()
