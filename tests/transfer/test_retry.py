@@ -333,9 +333,9 @@ def waited_for(results, **policy):
 
 
 def test_what_appears_later_is_waited_for():
-    found, waiting = waited_for([None, None, "there"])
+    found, waiting = waited_for([None] * 4 + ["there"], attempts=3)
     assert found == "there"
-    assert len(waiting.pauses) == 2
+    assert len(waiting.pauses) == 4
 
 
 def test_what_never_appears_is_waited_for_until_the_deadline():

@@ -108,15 +108,22 @@ class Retrier:
                     self._cancellation.wait(pause)
 
     def wait_for(self, look: Callable[[], T | None]) -> T | None:
-        """Calls `look` until it returns something; returns that, or None after the deadline."""
+        """Calls `look` until it returns something; returns that, or None after the deadline.
+
+        ``attempts`` limits the tries of a request, and not these looks, none of which has failed.
+        """
 
         def seen() -> T:
             if (found := look()) is None:
                 raise TransientStoreError("the uploaded bytes are not visible yet")
             return found
 
+        # without pauses only the attempts end the looks
+        attempts = None if self.policy.cap else self.policy.attempts
+        patient = dataclasses.replace(self.policy, attempts=attempts)
+        looks = Retrier(patient, self._cancellation, clock=self._clock, draw=self._draw)
         try:
-            return self.call(seen)
+            return looks.call(seen)
         except TransientStoreError:
             return None
 
