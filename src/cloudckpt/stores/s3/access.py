@@ -249,7 +249,7 @@ class BucketAccess(Access):
             return url, headers
         copies = "x-amz-copy-source" in headers
         if isinstance(source, Sessions) and copies:
-            secrets = source.identity.secrets()
+            _, secrets = source.identity.get()
         length = {name: headers.pop(name) for name in ("Content-Length",) if name in headers}
         signed = AWSRequest(request.method, url, headers=headers)
         signed.context[PAYLOAD_DIGEST] = self._payload_digest(request.method, request.body)

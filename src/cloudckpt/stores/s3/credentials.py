@@ -13,7 +13,7 @@ import botocore.exceptions
 from botocore.credentials import RefreshableCredentials
 
 from cloudckpt.errors import AccessDeniedError, CredentialsError, TransientStoreError
-from cloudckpt.stores.credentials import Errors, Origin, SharedCall, fetching
+from cloudckpt.stores.credentials import Credentials, Errors, Origin, SharedCall, fetching
 from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.redaction import raise_alone
 from cloudckpt.stores.refusals import Refusal
@@ -121,7 +121,7 @@ class Sessions:
             StoreError: If there are no credentials, as in :class:`Keys`.
         """
         self._bucket, self._uri = bucket, uri
-        self.identity = Keys(lambda: session, uri)
+        self.identity = Credentials(lambda: Keys(lambda: session, uri), errors)
         """The credentials that sign copies, which may read buckets that no session covers."""
         self._client = client
         self._keys: Any = None
@@ -153,7 +153,7 @@ class Sessions:
 
     def _begin(self) -> dict[str, str]:
         """Begins a session; returns its keys in the form in which botocore keeps credentials."""
-        self.identity.secrets()  # raises the error of the credentials themselves first
+        self.identity.get()  # raises the error of the credentials themselves first
         try:
             keys = self._client.create_session(Bucket=self._bucket)["Credentials"]
         except botocore.exceptions.ClientError as exc:
@@ -176,4 +176,4 @@ class Sessions:
         }
 
     def origin(self) -> Origin:
-        return self.identity.origin()
+        return self.identity.current.origin()
