@@ -10,9 +10,11 @@ import uuid
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
+from unittest.mock import Mock
 
 import pytest
 import torch
+from botocore.exceptions import ConnectTimeoutError
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy, S3Options
@@ -31,8 +33,10 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.s3 import store as s3
+from cloudckpt.stores.s3.credentials import Keys
 from cloudckpt.stores.s3.dialects import AWS, DIALECTS, EXPRESS, dialect_of
 from cloudckpt.stores.s3.redirects import redirected_read
 from cloudckpt.uri import CheckpointURI
@@ -334,6 +338,16 @@ def test_a_session_that_is_refused_is_begun_anew(express):
     assert len(express.stub.sessions) == 1
 
 
+def test_a_copy_is_tried_again_if_its_credentials_come_late(express, monkeypatch):
+    store, late = express.store(), ConnectTimeoutError(endpoint_url="http://169.254.169.254")
+    found = put(store, "key")
+    with monkeypatch.context() as patch:
+        patch.setattr(Keys, "secrets", Mock(side_effect=late))
+        with pytest.raises(ConnectionLostError):
+            store.copy(store, found, "copy")
+    assert store.copy(store, found, "copy").size == found.size
+
+
 @pytest.mark.parametrize(
     ("status", "code", "expected", "told"),
     [
@@ -400,14 +414,13 @@ def test_a_version_is_pinned_though_the_store_ignores_conditions(hugging):
 @pytest.mark.parametrize("name", [name for name, row in DIALECTS.items() if not row.redirects])
 def test_no_other_store_may_send_reads_on(open_s3, stub_server, server, name, monkeypatch):
     if name == "express":
-        monkeypatch.setattr(
-            s3.BucketAccess, "authorize", lambda self, request, headers, secrets: (request.url, {})
-        )
+        monkeypatch.setattr(Credentials, "get", lambda self: (None, ()))
     with stub_server() as elsewhere:
         location = {"Location": f"{elsewhere.url}/target"}
         server.respond(lambda request: server.Answer(302, location))
         with pytest.raises(StoreError):
             open_s3(dialect=name).get("key")
+        assert server.requests[-1].target.endswith("/key")
         assert elsewhere.requests == []
 
 
