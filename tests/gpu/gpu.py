@@ -16,9 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -238,40 +237,35 @@ def copies(report: Report, device: Accelerator, state: dict[str, torch.Tensor]) 
         report.row(f"copy to {name} memory", size_of(state), seconds)
 
 
+def stall(
+    device: Accelerator, save: Callable[..., Any], place: str, **options: Any
+) -> tuple[float, str]:
+    """Returns the seconds that a background save holds a loop up, and where the last one is."""
+    waits = []
+    for number in range(3):  # the first one prepares what the others use again
+        device.wait()
+        began = time.perf_counter()
+        future = save(checkpoint_id=f"{place}-{number}", **options)
+        waits.append(time.perf_counter() - began)
+        future.result(300)
+    return min(waits[1:]), f"{place}-{number}"
+
+
 def stalls(report: Report, device: Accelerator, state: dict[str, Any], folder: str) -> None:
-    """For how long a save in the background holds a training loop up."""
+    """For how long a save in the background holds a training loop up; and torch's own."""
+    size = size_of(state)
     for kind in (THREAD, PROCESS):
+        options = {"state_dict": state, "async_checkpointer_type": kind}
         for pin in ("off", "on"):
-            config, waits = Config(background=BackgroundOptions(pin_memory=pin)), []
-            for number in range(3):  # the first one prepares what the others use again
-                device.wait()
-                place = f"{folder}/{kind.name}-{pin}-{number}"
-                began = time.perf_counter()
-                future = cloudckpt.async_save(
-                    state, checkpoint_id=place, config=config, async_checkpointer_type=kind
-                )
-                waits.append(time.perf_counter() - began)
-                future.result(300)
+            config = Config(background=BackgroundOptions(pin_memory=pin))
+            place = f"{folder}/{kind.name}-{pin}"
+            seconds, place = stall(device, cloudckpt.async_save, place, config=config, **options)
             found = blank(state)
             cloudckpt.load(found, checkpoint_id=place)
             name = f"stall of async_save ({kind.name}, pin_memory={pin!r})"
-            report.row(name, size_of(state), min(waits[1:]), differences(found, state))
-
-
-def stalls_of_torch(
-    report: Report, device: Accelerator, state: dict[str, Any], folder: str
-) -> None:
-    """The same by torch's own writer to files, for comparison."""
-    for kind in (THREAD, PROCESS):
-        waits = []
-        for number in range(3):
-            device.wait()
-            place = f"{folder}/torch-{kind.name}-{number}"
-            began = time.perf_counter()
-            future = dcp.async_save(state, checkpoint_id=place, async_checkpointer_type=kind)
-            waits.append(time.perf_counter() - began)
-            cast("Future[Any]", future).result(300)
-        report.row(f"stall of torch's async_save ({kind.name})", size_of(state), min(waits[1:]))
+            report.row(name, size, seconds, differences(found, state))
+        seconds, _ = stall(device, dcp.async_save, f"{folder}/torch-{kind.name}", **options)
+        report.row(f"stall of torch's async_save ({kind.name})", size, seconds)
 
 
 def steps(report: Report, device: Accelerator, state: dict[str, Any], folder: str) -> None:
@@ -346,7 +340,6 @@ def main(arguments: list[str] | None = None) -> int:
         save_and_load(report, "a large state", large, f"{folder}/large")
         copies(report, device, large)
         stalls(report, device, large, folder)
-        stalls_of_torch(report, device, large, folder)
         steps(report, device, large, folder)
     print(f"{device.title}, torch {torch.__version__}, {os.cpu_count()} cores")
     print(report)

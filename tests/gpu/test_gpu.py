@@ -16,13 +16,8 @@ def run(tmp_path, *arguments, **changes):
 def test_the_script_finds_all_values_equal_to_the_bit(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    for row in (
-        "each dtype and layout",
-        "AdamW",
-        "DTensors",
-        "stall of async_save",
-        "beside a save",
-    ):
+    rows = "each dtype and layout", "AdamW", "DTensors", "stall of async_save", "beside a save"
+    for row in rows:
         assert row in done.stdout
     assert "DIFFER" not in done.stdout
 
