@@ -48,7 +48,7 @@ def in_child(
         function: A module-level function; arguments and result must be JSON values.
         port: The benchmark server's port, for the child's environment and the function.
         timeout: Seconds before the child is killed.
-        bundle: The certificate that the server shows, if it speaks TLS.
+        bundle: The authority of the server's certificate, if it speaks TLS.
         **arguments: Passed on.
 
     Raises:

@@ -42,7 +42,7 @@ class Surroundings:
 
     Attributes:
         port: Where the server is reached; its own by default.
-        bundle: The certificate that it shows there, if that is by TLS.
+        bundle: The authority of its certificate, if that is by TLS.
         library: The floor's TLS, compiled.
         connections: How many the floor and cloudckpt make.
         cores: How many the process may use; all by default.

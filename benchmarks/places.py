@@ -21,7 +21,7 @@ class Place:
     bucket: str
     connections: Connections = CONNECTIONS
     bundle: str | None = None
-    """The certificate of the server, if it speaks TLS."""
+    """The authority of the server's certificate, if it speaks TLS."""
     library: str | None = None
     """The floor's TLS, compiled."""
 

@@ -24,12 +24,7 @@ _etags = itertools.count(1)
 
 def next_etag() -> str:
     """Returns a new quoted ETag; hashing bodies would make the server the bottleneck."""
-    return etag_of(next(_etags))
-
-
-def etag_of(generation: int) -> str:
-    """Returns the ETag of the object with this generation."""
-    return f'"{generation:032x}"'
+    return f'"{next(_etags):032x}"'
 
 
 class Blob:
@@ -79,11 +74,6 @@ class StoredObject:
     headers: tuple[tuple[str, str], ...] = ()
     etag: str = field(default_factory=next_etag)
     modified: float = field(default_factory=time.time)
-
-    @property
-    def generation(self) -> int:
-        """The version as Google counts it, the ETag's number."""
-        return int(self.etag.strip('"'), 16)
 
     @property
     def size(self) -> int:
@@ -163,15 +153,6 @@ class Buckets:
             upload_id = f"upload-{next(self._upload_ids):08d}"
             self._uploads[upload_id] = Upload(bucket, key, headers)
         return upload_id
-
-    def upload_to(self, bucket: str, key: str) -> tuple[str, Upload]:
-        """Returns the id and upload that collects Azure's blocks of `key`, of which there is one.
-
-        It is opened if it is not yet.
-        """
-        upload_id = f"{bucket}/{key}"
-        with self._lock:
-            return upload_id, self._uploads.setdefault(upload_id, Upload(bucket, key, ()))
 
     def upload(self, upload_id: str) -> Upload | None:
         """Returns the open upload, or None."""

@@ -40,6 +40,8 @@ def _bucket_operation(method: str, query: Mapping[str, str]) -> str:
         if "location" in query:
             return "GetBucketLocation"
         return "ListMultipartUploads" if "uploads" in query else "ListObjectsV2"
+    if method == "POST" and "delete" in query:
+        return "DeleteObjects"
     return {"HEAD": "HeadBucket", "PUT": "CreateBucket", "DELETE": "DeleteBucket"}.get(
         method, "Unknown"
     )
@@ -72,6 +74,7 @@ _HANDLERS: dict[str, Handler] = {
     "GetObject": single.get_object,
     "HeadObject": single.head_object,
     "DeleteObject": single.delete_object,
+    "DeleteObjects": single.delete_objects,
     "CreateMultipartUpload": multipart.create_upload,
     "UploadPart": multipart.upload_part,
     "CompleteMultipartUpload": multipart.complete_upload,

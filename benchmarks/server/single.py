@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from urllib.parse import unquote
+from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from benchmarks.server.answers import (
@@ -114,3 +115,16 @@ def delete_object(buckets: Buckets, request: Request, body: Body) -> Answer:
     body.read()
     buckets.delete(request.bucket, request.key)
     return Answer(204)
+
+
+def delete_objects(buckets: Buckets, request: Request, body: Body) -> Answer:
+    """Deletes the objects whose keys the body lists."""
+    keys = [
+        node.text or ""
+        for node in ElementTree.fromstring(body.read()).iter()
+        if node.tag.endswith("Key")
+    ]
+    for key in keys:
+        buckets.delete(request.bucket, key)
+    deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
+    return xml(element("DeleteResult", deleted))

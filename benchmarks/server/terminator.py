@@ -39,7 +39,7 @@ class Terminator:
 
     Attributes:
         port: Where it speaks TLS.
-        bundle: The file with the certificate that it shows.
+        bundle: The file with the authority that its certificate is signed by.
         pid: Its first process.
     """
 
@@ -70,7 +70,7 @@ def running_terminator(behind: int) -> Iterator[Terminator]:
     with tempfile.TemporaryDirectory(prefix="bench-tls-") as name:
         folder = Path(name)
         folder.chmod(0o755)
-        _make_certificate(folder)
+        _make_certificates(folder)
         with closing(socket.create_server(("127.0.0.1", 0))) as free:
             port = int(free.getsockname()[1])
         configuration = folder / "nginx.conf"
@@ -86,24 +86,23 @@ def running_terminator(behind: int) -> Iterator[Terminator]:
         process = subprocess.Popen([nginx, "-c", str(configuration), "-p", name])
         try:
             _await_port(process, port)
-            yield Terminator(port, str(folder / "certificate.pem"), process.pid)
+            yield Terminator(port, str(folder / "authority.pem"), process.pid)
         finally:
             process.terminate()
             process.wait(10)
 
 
-def _make_certificate(folder: Path) -> None:
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        "-subj /CN=benchmarks -addext subjectAltName=IP:127.0.0.1 "
-        "-addext keyUsage=digitalSignature,keyCertSign -keyout key.pem -out certificate.pem"
-    )
-    subprocess.run(
-        command.split(),
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
+def _make_certificates(folder: Path) -> None:
+    """Makes an authority and the server's certificate: rustls takes no certificate that is both."""
+    new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    for command in (
+        f"{new} -subj /CN=authority -addext keyUsage=keyCertSign "
+        "-keyout authority-key.pem -out authority.pem",
+        f"{new} -subj /CN=benchmarks -CA authority.pem -CAkey authority-key.pem "
+        "-addext subjectAltName=IP:127.0.0.1 -addext basicConstraints=critical,CA:FALSE "
+        "-keyout key.pem -out certificate.pem",
+    ):
+        subprocess.run(command.split(), cwd=folder, check=True, capture_output=True)
 
 
 def _await_port(process: subprocess.Popen[bytes], port: int) -> None:
