@@ -1,1 +1,1 @@
-"""Measurements of cloudckpt against a floor of plain sockets and against its peers."""
+"""Measurements of cloudckpt against a reference of plain sockets and against its peers."""

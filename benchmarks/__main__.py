@@ -43,7 +43,7 @@ def main() -> int:
         help=f"who takes part (default: {' '.join(default)})",
     )
     parser.add_argument(
-        "--rounds", type=int, default=7, help="of the floor and cloudckpt; peers get half (7)"
+        "--rounds", type=int, default=7, help="of the reference and cloudckpt; peers get half (7)"
     )
     parser.add_argument(
         "--fleet",

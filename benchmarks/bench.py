@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 from benchmarks.children import ChildFailedError
 from benchmarks.contenders import CONTENDERS
 from benchmarks.places import remove_local
-from benchmarks.rows import FLOOR, is_ours
+from benchmarks.rows import REFERENCE, is_ours
 from benchmarks.server.process import ServerHandle
 from benchmarks.server.shaping import Shape
 
@@ -31,13 +31,13 @@ class Bench:
     """By scenario and contender: why there are no numbers."""
     scenario: str = ""
     rounds: int = 7
-    """How often the floor and cloudckpt are measured; peers half as often."""
+    """How often the reference and cloudckpt are measured; peers half as often."""
     fleets: Sequence[tuple[int, int]] = ()
     """The jobs that `fleet` simulates: how many ranks, and how many tensors."""
 
     def rounds_of(self, contender: str) -> int:
         """Returns how often `contender` is measured: more often if a limit hangs on it."""
-        if contender == FLOOR or is_ours(contender):
+        if contender == REFERENCE or is_ours(contender):
             return self.rounds
         return max(1, self.rounds // 2)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.contenders import CONTENDERS
 from benchmarks.report import Report
-from benchmarks.rows import FLOOR, is_ours
+from benchmarks.rows import REFERENCE, is_ours
 
 _ACTIONS = {"save": "#2f6fde", "load": "#8fb4f4"}
 _NAMES, _BARS, _NUMBERS = 250, 420, 60
@@ -50,7 +50,7 @@ def _svg(report: Report, numbers: dict[str, dict[str, float]]) -> str:
     for number, (contender, values) in enumerate(sorted(numbers.items(), key=_order)):
         top = _TOP + _GROUP * number
         weight = "bold" if is_ours(contender) else "normal"
-        title = "reference client in C" if contender == FLOOR else CONTENDERS[contender].title
+        title = "reference client in C" if contender == REFERENCE else CONTENDERS[contender].title
         parts.append(_text(12, top + 22, title, weight=weight))
         for line, (action, colour) in enumerate(_ACTIONS.items()):
             if action in values:
@@ -64,7 +64,7 @@ def _svg(report: Report, numbers: dict[str, dict[str, float]]) -> str:
 
 def _order(entry: tuple[str, dict[str, float]]) -> tuple[bool, float]:
     name, values = entry
-    return name != FLOOR, sum(values.values())
+    return name != REFERENCE, sum(values.values())
 
 
 def _box(x: float, y: float, width: float, height: float, colour: str) -> str:

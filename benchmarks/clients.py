@@ -11,8 +11,8 @@ from datetime import timedelta
 
 import torch
 
-from benchmarks.floor import Part, parts
 from benchmarks.places import REGION, Place
+from benchmarks.reference import Part, parts
 
 
 class PartsInThreads(ABC):

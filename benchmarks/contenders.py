@@ -84,14 +84,14 @@ def _fsspec(place: Place) -> Contender:
     )
 
 
-def _floor(place: Place) -> Contender:
-    from benchmarks.floor import Floor
+def _reference(place: Place) -> Contender:
+    from benchmarks.reference import Reference
 
-    return Floor(place)
+    return Reference(place)
 
 
 CONTENDERS: Mapping[str, Entry] = {
-    "floor": Entry("floor", ("awscrt",), ("awscrt",), _floor),
+    "reference": Entry("reference", ("awscrt",), ("awscrt",), _reference),
     "cloudckpt": Entry("cloudckpt", ("cloudckpt",), ("cloudckpt", "urllib3"), CloudCkpt),
     "cloudckpt-process": Entry(
         "cloudckpt, saving process",
@@ -143,7 +143,7 @@ CONTENDERS: Mapping[str, Entry] = {
     ),
     "filesystem": Entry("torch FileSystemWriter to tmpfs", (), ("torch",), Local),
 }
-"""Every contender by its short name, the floor first. Peers run with their own defaults."""
+"""Every contender by its short name, the reference first. Peers run with their own defaults."""
 
 
 def limit_threads() -> None:

@@ -43,8 +43,8 @@ class Surroundings:
     Attributes:
         port: Where the server is reached; its own by default.
         bundle: The authority of its certificate, if that is by TLS.
-        library: The floor's TLS, compiled.
-        connections: How many the floor and cloudckpt make.
+        library: The reference's TLS, compiled.
+        connections: How many the reference and cloudckpt make.
         cores: How many the process may use; all by default.
         is_again: Whether the same was done before, unmeasured, in the same process.
         is_beside_python: Whether a thread computes in Python meanwhile, and holds the GIL.

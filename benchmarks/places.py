@@ -23,7 +23,7 @@ class Place:
     bundle: str | None = None
     """The authority of the server's certificate, if it speaks TLS."""
     library: str | None = None
-    """The floor's TLS, compiled."""
+    """The reference's TLS, compiled."""
 
     @property
     def endpoint(self) -> str:

@@ -66,7 +66,7 @@ class Report:
             f"{versions}.",
             "",
             "Numbers are medians; CPU counts the client process alone, all its threads. "
-            f"A limit is what cloudckpt must reach (CPU: at most {Limits.CPU:g}x the floor's, "
+            f"A limit is what cloudckpt must reach (CPU: at most {Limits.CPU:g}x the reference's, "
             f"and {Limits.CPU_AIM:g}x is the aim); other contenders are not judged.",
         ]
 
@@ -74,7 +74,7 @@ class Report:
 def _plain_table(rows: Sequence[Row]) -> list[str]:
     """One line a contender and action, as all have the same three measurements."""
     lines = [
-        "| case | contender | CPU, s/GiB | range | CPU to floor | wall, s/GiB | extra memory | |",
+        "| case | contender | CPU, s/GiB | range | to reference | wall, s/GiB | extra memory | |",
         "|---|---|---:|---:|---:|---:|---:|---|",
     ]
     for (case, contender), group in groupby(rows, key=lambda row: (row.case, row.contender)):

@@ -46,17 +46,17 @@ class Limits:
     """What cloudckpt must reach. Other contenders are not judged."""
 
     CPU = 1.5
-    """CPU of a save or a load over the floor's."""
+    """CPU of a save or a load over the reference's."""
     CPU_AIM = 1.25
     """The same, where we want to be."""
     HTTPS_LOAD_CPU = 1.35
-    """CPU of a load by https over the floor's."""
+    """CPU of a load by https over the reference's."""
     HTTPS_LOAD_WALL = 1.5
     """Wall time of the same."""
     HTTPS_SAVE_CPU = 1.25
-    """CPU of a save by https over the floor's."""
+    """CPU of a save by https over the reference's."""
     PLAIN_CPU = 1.35
-    """CPU of a save or a load without TLS, on 16 connections, over the floor's."""
+    """CPU of a save or a load without TLS, on 16 connections, over the reference's."""
     FUTEX_CALLS = 3000.0
     """Futex calls of a save or a load for each GiB: threads wait for the GIL, or for others."""
     FOUR_CORES = 0.4
@@ -98,7 +98,7 @@ OURS_IN_A_PROCESS = "cloudckpt-process"
 """The same, saving in the background in a process of its own."""
 OURS_AS_MODEL = "cloudckpt-safetensors"
 """The same, as models in safetensors files."""
-FLOOR = "floor"
+REFERENCE = "reference"
 
 
 def is_ours(contender: str) -> bool:

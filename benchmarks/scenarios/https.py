@@ -13,10 +13,10 @@ from statistics import median
 from benchmarks.bench import Bench, rotated
 from benchmarks.children import ChildFailedError
 from benchmarks.contenders import CONTENDERS
-from benchmarks.floor_tls import build
 from benchmarks.meter import Cost
 from benchmarks.operation import SINK, Action, Surroundings, run
-from benchmarks.rows import FLOOR, OURS, Limits, Row, limit_for
+from benchmarks.reference_tls import build
+from benchmarks.rows import OURS, REFERENCE, Limits, Row, limit_for
 from benchmarks.scenarios.plain import ACTIONS
 from benchmarks.scenarios.trainer import beside_training
 from benchmarks.server.terminator import Terminator, running_terminator
@@ -33,10 +33,10 @@ class Case:
         name: How the table calls it.
         action: What is done.
         around: Where and beside what.
-        is_for_all: Whether all contenders do it, or only the floor and cloudckpt.
-        baseline: The case of ours that wall time is compared with; by default it is the floor's in
-            this case, which CPU is compared with.
-        cpu: The most that CPU may be over the floor's.
+        is_for_all: Whether all contenders do it, or only the reference and cloudckpt.
+        baseline: The case of ours that wall time is compared with; by default it is the
+            reference's in this case, which CPU is compared with.
+        cpu: The most that CPU may be over the reference's.
         wall: The most that wall time may be over the baseline's.
     """
 
@@ -59,7 +59,7 @@ def measure(bench: Bench) -> list[Row]:
     names = [
         name for name, entry in CONTENDERS.items() if not entry.only_async and name != "filesystem"
     ]
-    with tempfile.TemporaryDirectory(prefix="bench-floor-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-reference-") as folder:
         try:
             library = str(build(Path(folder)))
             with running_terminator(bench.server.port) as terminator:
@@ -72,7 +72,7 @@ def measure(bench: Bench) -> list[Row]:
                     rows += beside_training(bench, [OURS], tls, limits, {})
                 return rows
         except (ChildFailedError, RuntimeError) as failure:
-            bench.failures[bench.scenario, FLOOR] = str(failure)
+            bench.failures[bench.scenario, REFERENCE] = str(failure)
             return []
 
 
@@ -163,7 +163,7 @@ class _Comparison:
         ]
 
     def _taking_part(self, case: Case) -> list[str]:
-        wanted = (OURS,) if case.is_ours_alone else (FLOOR, OURS)
+        wanted = (OURS,) if case.is_ours_alone else (REFERENCE, OURS)
         return [name for name in self._contenders if case.is_for_all or name in wanted]
 
     def _once(self, case: Case, name: str) -> None:
@@ -215,33 +215,28 @@ class _Comparison:
                 note=note,
             )
 
-        to_floor = None if case.is_ours_alone else (case.name, FLOOR)
-        to_other = (case.baseline.name, OURS) if case.baseline is not None else to_floor
+        to_reference = None if case.is_ours_alone else (case.name, REFERENCE)
+        to_other = (case.baseline.name, OURS) if case.baseline is not None else to_reference
         if not case.around.is_beside_python:  # it would be that of the other thread
-            yield row("CPU", "s/GiB", lambda cost: cost.cpu_s / gib, case.cpu, to_floor)
+            yield row("CPU", "s/GiB", lambda cost: cost.cpu_s / gib, case.cpu, to_reference)
         yield row(
             "wall", "s/GiB", lambda cost: cost.wall_s / gib, case.wall, to_other, self._note(case)
         )
         yield row(
             "extra memory", "MiB", lambda cost: cost.extra_memory / MIB, Limits.EXTRA_MEMORY_MIB
         )
-        if not case.is_ours_alone:
-            yield self._futex_row(case, name)
-
-    def _futex_row(self, case: Case, name: str) -> Row:
-        gib = self._spec.total / GIB
         found = [cost.futex_calls for cost in self._costs[case.name, name]]
-        samples = tuple(count / gib for count in found if count is not None)
-        return Row(
-            scenario="https",
-            case=case.name,
-            contender=name,
-            metric="futex calls",
-            unit="/GiB",
-            samples=samples,
-            limit=limit_for(name, Limits.FUTEX_CALLS) if samples else None,
-            note="" if samples else "only root may count them",
-        )
+        calls = tuple(count / gib for count in found if count is not None)
+        if calls and not case.is_ours_alone:
+            yield Row(
+                scenario="https",
+                case=case.name,
+                contender=name,
+                metric="futex calls",
+                unit="/GiB",
+                samples=calls,
+                limit=limit_for(name, Limits.FUTEX_CALLS),
+            )
 
     def _note(self, case: Case) -> str:
         """How fast a load on some cores can be at all, where the server shares them."""
@@ -259,6 +254,6 @@ class _Comparison:
 
 
 def _baseline(case: Case, over: tuple[str, str]) -> str:
-    if over[1] == FLOOR:
-        return FLOOR
+    if over[1] == REFERENCE:
+        return REFERENCE
     return "undisturbed" if case.around.is_beside_python else over[0].removeprefix("load on ")

@@ -10,7 +10,7 @@ from benchmarks.bench import Bench, rotated
 from benchmarks.contenders import CONTENDERS
 from benchmarks.meter import Cost
 from benchmarks.operation import SINK, Action, prepare, run
-from benchmarks.rows import FLOOR, Limits, Row, limit_for
+from benchmarks.rows import REFERENCE, Limits, Row, limit_for
 from benchmarks.states import GIB, MIB, StateSpec, mixed
 
 ACTIONS: tuple[Action, ...] = ("save", "load")
@@ -29,7 +29,7 @@ def compare(
     scenario: str,
     contenders: Sequence[str],
     *,
-    baseline: str = FLOOR,
+    baseline: str = REFERENCE,
     cpu_limit: float = Limits.CPU,
 ) -> list[Row]:
     """Returns CPU, wall time and extra memory of `contenders`, taken in alternation.

@@ -22,7 +22,7 @@ def measure(bench: Bench) -> list[Row]:
     spec = mixed(bench.sized(256 * MIB, 128 * MIB))
     ideal = spec.total / (CONNECTIONS * LINK.connection_rate)
     rows: list[Row] = []
-    for name in bench.taking_part("floor", "cloudckpt", "s3torchconnector"):
+    for name in bench.taking_part("reference", "cloudckpt", "s3torchconnector"):
         loads = f"{name}-loads"
         bench.server.shape(Shape())
         bench.attempt(name, prepare, bench.server, name, spec, loads)

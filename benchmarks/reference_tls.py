@@ -1,4 +1,4 @@
-"""The floor's socket under TLS: OpenSSL called from C, a part at a time."""
+"""The reference's socket under TLS: OpenSSL called from C, a part at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-_SOURCE = Path(__file__).with_name("floor_tls.c")
+_SOURCE = Path(__file__).with_name("reference_tls.c")
 
 
 def build(folder: Path) -> Path:
@@ -19,17 +19,17 @@ def build(folder: Path) -> Path:
     """
     compiler = shutil.which("cc")
     if compiler is None:
-        raise RuntimeError("no C compiler: there is no floor for https")
-    built = folder / "floor_tls.so"
+        raise RuntimeError("no C compiler: there is no reference for https")
+    built = folder / "reference_tls.so"
     command = [compiler, "-O2", "-shared", "-fPIC", "-o", built, _SOURCE, "-lssl", "-lcrypto"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"the floor for https can't be compiled: {done.stderr}")
+        raise RuntimeError(f"the reference for https can't be compiled: {done.stderr}")
     return built
 
 
 class TlsSocket:
-    """What the floor needs of a socket, each call one of C without the GIL."""
+    """What the reference needs of a socket, each call one of C without the GIL."""
 
     def __init__(self, sock: socket.socket, library: str, bundle: str) -> None:
         sock.settimeout(None)

@@ -1,4 +1,4 @@
-"""The floor: what moving and checksumming the bytes costs when nothing else is done.
+"""The reference: what moving and checksumming the bytes costs when nothing else is done.
 
 A thread for each connection, plain sockets, 16 MiB parts; no SDK, no signing, no serialisation.
 Under TLS the sockets are a few lines of C. Each part is checksummed and then sent from, or received
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from awscrt import checksums
 
-from benchmarks.floor_tls import TlsSocket
 from benchmarks.places import Place
+from benchmarks.reference_tls import TlsSocket
 
 PART_SIZE = 16 * 1024 * 1024
 _TIMEOUT = 120.0
@@ -35,7 +35,7 @@ class Part:
     view: memoryview
 
 
-class Floor:
+class Reference:
     """Saves all tensors into one object by multipart upload; loads it by ranged GETs."""
 
     def __init__(self, place: Place) -> None:

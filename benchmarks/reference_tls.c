@@ -1,4 +1,4 @@
-/* The floor's TLS: what a native client does for each part, and nothing else. */
+/* The reference's TLS: what a native client does for each part, and nothing else. */
 #include <openssl/ssl.h>
 #include <openssl/x509_vfy.h>
 
