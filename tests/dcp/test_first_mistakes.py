@@ -51,8 +51,12 @@ def test_a_dict_in_place_of_options_is_named(tmp_path, act, config):
 
 
 def _around_itself(kind):
-    """A container that is within itself, with a tensor beside."""
-    if kind is tuple:
+    """A container that is within itself, with a tensor beside, or one of 300 levels."""
+    if kind == "deep":
+        made = [torch.ones(2)]
+        for _ in range(300):
+            made = [made]
+    elif kind is tuple:
         made = ([torch.ones(2)],)
         made[0].append(made)
     elif kind is list:
@@ -82,9 +86,9 @@ ROADS = {
 }
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, list, tuple, _Endless])
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, list, tuple, _Endless, "deep"])
 @pytest.mark.parametrize("road", ROADS.values(), ids=ROADS.keys())
-def test_a_container_within_itself_is_named(tmp_path, road, kind):
+def test_a_container_within_itself_or_nested_without_end_is_named(tmp_path, road, kind):
     with pytest.raises(
         (UnsupportedValueError, CheckpointException),
         match=r"state_dict\['model'\].* contains itself",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import numbers
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +31,7 @@ Path = tuple["str | int", ...]
 """The path of a value as torch writes it: strings for dict keys, integers for list indices."""
 
 _DEEPEST = 1000  # torch flattens by recursion: Python's limit
+_LEVELS = 250  # of a state dict: planning and copying recurse, with up to three frames a level
 _HOLES = 1 << 20  # list entries without stored data
 _told: set[tuple[Path, str]] = set()  # paths and keys for which this process has logged a warning
 
@@ -354,12 +354,12 @@ def check_nesting(state_dict: Mapping[Any, Any]) -> None:
         if entry is None:
             del around[number]
             seen[number] = value
-        elif id(entry) in around or len(around) >= sys.getrecursionlimit():
+        elif id(entry) in around or len(around) > _LEVELS:
             path = (*(key for key, _, _ in list(around.values())[1:]), key)
             where = f"state_dict{shown(path[:8])}{'[...]' if len(path) > 8 else ''}"
             raise UnsupportedValueError(
-                f"{where} contains itself, or is nested too deeply: leave it out of the state "
-                "dict, or wrap it in an object of a class, which is pickled as a whole",
+                f"{where} contains itself, or has more than {_LEVELS} levels: leave it out of the "
+                "state dict, or wrap it in an object of a class, which is pickled as a whole",
                 item=".".join(map(str, path[:8])),
             )
         elif id(entry) not in seen:
