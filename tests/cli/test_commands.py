@@ -11,6 +11,10 @@ import torch.distributed.checkpoint
 import cloudckpt
 from cli.test_tampered import of_tensor
 from cloudckpt import Config
+from cloudckpt.errors import AccessDeniedError
+from cloudckpt.stores import registry
+from support.faulty_store import FaultyStore
+from support.memory_store import MemoryStore
 
 STEP_4 = "PATH/run/step-4"
 SHOWN = {
@@ -103,6 +107,7 @@ FAILING = {
     "ls 'PATH/x*'": (3, "matches"),
     "ls 's3://*/run'": (2, "name of the bucket"),
     f"ls {STEP_4}": (2, "URI/run"),  # the run is named
+    "verify PATH/run": (3, "URI/run/step-5"),
     "du PATH/run/logs": (3, "no checkpoints"),
     "latest PATH/nothing": (3, "no committed checkpoint"),
     "best PATH/run --metric accuracy --mode max": (3, "accuracy"),
@@ -207,6 +212,30 @@ def test_rm_deletes_what_is_there_and_names_all_that_is_not(cli, run):
     assert ended.code == 3
     assert [row[1].split("/")[-1] for row in ended.rows] == ["step-1", "step-3"]
     assert all(f"step-{step}" in ended.err for step in (8, 9))
+
+
+@pytest.mark.parametrize(
+    ("command", "actions"),
+    [
+        ("prune RUN --max-to-keep 1 --yes", ["deleted", "kept", "deleted"]),
+        ("rm RUN -r --yes", ["deleted", "kept", "kept", "kept"]),
+        ("rm RUN/step-1 RUN/step-2 RUN/step-3 --yes", ["deleted", "kept", "kept"]),
+    ],
+)
+def test_deletions_that_fail_midway_list_what_is_deleted_and_what_is_kept(
+    cli, monkeypatch, command, actions
+):
+    store = FaultyStore(MemoryStore("midway"))
+    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: store})
+    run = f"{store.root}/{len(command)}"
+    for step in range(1, 5):
+        cloudckpt.save({"w": torch.ones(2)}, checkpoint_id=f"{run}/step-{step}")
+    store.fail("delete", AccessDeniedError, where=lambda key: key.endswith("step-2/.metadata"))
+    ended = cli(*command.replace("RUN", run).split())
+    assert (ended.code, "injected" in ended.err) == (1, True)
+    assert [row[0] for row in ended.rows] == actions
+    assert [row[1] for row in ended.rows] == [f"{run}/step-{n + 1}" for n in range(len(actions))]
+    assert all(cloudckpt.exists(uri) == (action == "kept") for action, uri in ended.rows)
 
 
 def test_rm_asks_on_a_terminal(cli, monkeypatch, run):

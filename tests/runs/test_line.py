@@ -12,18 +12,19 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import CheckpointManager
+from cloudckpt import CheckpointManager, Config
 from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointExistsError,
     CheckpointNotFoundError,
-    CheckpointReplacedError,
     ConfigError,
     ConnectionLostError,
 )
+from cloudckpt.integrations.saves import Saves
 from cloudckpt.runs import Preemption, claim, prune
 from cloudckpt.runs.catalog import Run
+from cloudckpt.runs.steps import Retention
 
 
 def job(run, **options) -> CheckpointManager:
@@ -93,8 +94,17 @@ def test_what_a_replaced_job_has_saved_is_neither_restored_nor_counted(run, two,
     )  # step 6 is older than the one that was restored
 
 
-@pytest.mark.parametrize("when", ["after a dry run", "amid"])
-def test_a_step_that_is_saved_anew_while_steps_are_pruned_stays(run, when, monkeypatch) -> None:
+def delete_all_but_one(run) -> None:
+    """As the savers of frameworks do it."""
+    Saves(Config()).keep_newest(Run(run), Retention(max_to_keep=1))
+
+
+def prune_all_but_one(run) -> None:
+    assert prune(run, max_to_keep=1) == [f"file://{run}/step-1"]
+
+
+@pytest.mark.parametrize("how", ["after a dry run", prune_all_but_one, delete_all_but_one])
+def test_a_step_that_is_saved_anew_while_steps_are_pruned_stays(run, how, monkeypatch) -> None:
     with job(run) as manager:
         save(manager, 1, 2, 3)
     history = Run.history
@@ -110,10 +120,10 @@ def test_a_step_that_is_saved_anew_while_steps_are_pruned_stays(run, when, monke
         goes_back()
         return found
 
-    if when == "amid":
+    if callable(how):
         monkeypatch.setattr(Run, "history", then_saved)
-        with pytest.raises(CheckpointReplacedError):
-            prune(run, max_to_keep=1)
+        how(run)
+        assert not cloudckpt.exists(f"{run}/step-1")
     else:
         shown = prune(run, max_to_keep=1, dry_run=True)
         goes_back()
@@ -247,6 +257,12 @@ def test_a_run_with_steps_is_never_taken_for_a_new_one(run, caplog) -> None:
 def test_a_step_that_is_not_there_is_told_with_those_that_are(run, two) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"steps are 1, 2, 3, 4, 5.* ones 6"):
         restored(run, step=77)
+
+
+@pytest.mark.parametrize("ask", [cloudckpt.inspect, cloudckpt.verify])
+def test_a_run_in_the_place_of_a_checkpoint_is_refused_with_its_newest_step(run, two, ask) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"a run, .*step-5 is the newest"):
+        ask(run)
 
 
 @pytest.mark.parametrize("ask", [job, cloudckpt.latest, cloudckpt.list_checkpoints])

@@ -3,7 +3,7 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Literal
 
@@ -288,11 +288,15 @@ def prune(
         step_name=step_name,
         config=call.config,
     )
-    found = rule(dry_run=True)
+    found, gone = rule(dry_run=True), set[str]()
     if found and not call.dry_run:
         call.confirm(f"Delete {_named(found)}?")
-        found = rule(only=found)  # the rules may keep one now: a job may have gone back meanwhile
-    _show_deleted(call, found)
+    try:
+        if found and not call.dry_run:
+            # the rules may keep one now: a job may have gone back meanwhile
+            rule(only=found, deleted=gone.add)
+    finally:
+        _show_deleted(call, found, gone)
 
 
 def _named(uris: Sequence[str]) -> str:
@@ -301,9 +305,13 @@ def _named(uris: Sequence[str]) -> str:
     return f"{len(uris)} checkpoints: {' to '.join(map(safe, ends))}"
 
 
-def _show_deleted(call: Call, uris: Sequence[str]) -> None:
+def _show_deleted(call: Call, wanted: Sequence[str], gone: Collection[str]) -> None:
+    """Prints for each checkpoint whether it was deleted or kept, in a dry run would be deleted."""
+    kept = [] if call.dry_run else [uri for uri in wanted if uri not in gone]
     verb = "would delete" if call.dry_run else "deleted"
-    call.done([{"action": verb, "checkpoint": uri} for uri in uris], {"checkpoints": uris})
+    rows = [{"action": "kept" if uri in kept else verb, "checkpoint": uri} for uri in wanted]
+    deleted = [uri for uri in wanted if uri not in kept]
+    call.done(rows, {"checkpoints": deleted, "kept": kept})
 
 
 def _delete(call: Call, uris: Sequence[str], runs: Sequence[Run]) -> None:
@@ -315,31 +323,32 @@ def _delete(call: Call, uris: Sequence[str], runs: Sequence[Run]) -> None:
     """
     from cloudckpt.runs.deleting import delete_run
 
-    inside = [
-        one for run in runs for one in cloudckpt.list_checkpoints(run.root, config=call.config)
-    ]
-    every = [*(one.uri for one in inside), *uris]
+    inside = {run: cloudckpt.list_checkpoints(run.root, config=call.config) for run in runs}
+    listed = [one for found in inside.values() for one in found]
+    every = [*(one.uri for one in listed), *uris]
     if every and not call.dry_run:
-        size = as_size(sum(one.nbytes for one in inside))
+        size = as_size(sum(one.nbytes for one in listed))
         whole = f"whole runs of {size}, with " if runs else ""
         call.confirm(f"Delete {whole}{_named(every)}?")
-        for run in runs:
-            delete_run(run.root, config=call.config)
-    deleted, missing = [one.uri for one in inside], list[CheckpointNotFoundError]()
+    gone, missing = set[str](), dict[str, CheckpointNotFoundError]()
     remove = partial(cloudckpt.inspect if call.dry_run else cloudckpt.delete, config=call.config)
     try:
+        for run, found in () if call.dry_run else inside.items():
+            delete_run(run.root, config=call.config, deleted=gone.add)
+            gone.update(one.uri for one in found)  # also those that were never committed
         for uri in uris:
             try:
                 remove(uri)
-                deleted.append(uri)
+                gone.add(uri)
             except CheckpointNotFoundError as error:
-                missing.append(error)
+                missing[uri] = error
     finally:
-        _show_deleted(call, deleted)
-    for other in missing[1:]:
+        _show_deleted(call, [uri for uri in every if uri not in missing], gone)
+    errors = [*missing.values()]
+    for other in errors[1:]:
         say(other)
-    if missing:
-        raise missing[0]
+    if errors:
+        raise errors[0]
 
 
 @command(RUNS, writes=True, asks=True)

@@ -32,6 +32,7 @@ from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError, CloudCh
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import OwnLine
 from cloudckpt.runs.deleting import delete_at
+from cloudckpt.runs.pruning import delete_step
 from cloudckpt.runs.restoring import goal_of, restore_newest
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import CheckpointURI
@@ -256,7 +257,9 @@ class Saves:
 
         def act() -> None:
             try:
-                self._delete(CheckpointURI.parse(uri))
+                place = CheckpointURI.parse(uri)
+                with contextlib.suppress(CheckpointNotFoundError):
+                    delete_at(place, self._options.config, self._check_of(place.parent))
             except CloudCheckpointError as error:
                 logger.error("%s could not be deleted, and stays: %s", uri, error)
 
@@ -267,7 +270,8 @@ class Saves:
     ) -> None:
         """Deletes the steps of this training that ``retention`` does not keep; logs errors.
 
-        The step that this job resumed and steps of other trainings stay. The next call deletes what
+        The step that this job resumed, steps that are saved anew meanwhile, and steps of other
+        trainings stay. The next call deletes what
         could not be deleted.
 
         Args:
@@ -278,9 +282,10 @@ class Saves:
         if retention.keeps_all:
             return
         try:
-            for step in retention.unneeded(run.history().line):
+            history, check = run.history(), self._check_of(run.root)
+            for step in retention.unneeded(history.line):
                 if step not in kept and step != self._resumed.get(run.root):
-                    self._delete(run.uri(step))
+                    delete_step(run, history, step, check)
         except CloudCheckpointError as error:
             logger.error(
                 "%s: old checkpoints could not be deleted, and stay until the next save: %s",
@@ -288,11 +293,7 @@ class Saves:
                 error,
             )
 
-    def _delete(self, place: CheckpointURI) -> None:
-        """Deletes a checkpoint if it exists and no other job has claimed its run."""
-        line = self._lines.get(place.parent)
-        with contextlib.suppress(CheckpointNotFoundError):
-            if line is None:
-                delete_at(place, self._options.config)
-            else:
-                delete_at(place, self._options.config, line.check_claim)
+    def _check_of(self, run: CheckpointURI) -> Callable[[], None]:
+        """Returns the check that no other job has claimed a run, if this job saves into it."""
+        line = self._lines.get(run)
+        return (lambda: None) if line is None else line.check_claim

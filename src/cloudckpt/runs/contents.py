@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,12 @@ from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.errors import CheckpointCorruptError
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CloudCheckpointError,
+)
+from cloudckpt.runs.catalog import Run
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.download import raise_it
 from cloudckpt.transfer.landing import StoredBytes
@@ -219,11 +225,23 @@ def read_content(uri: CheckpointURI, config: Config) -> ReadContent:
     """Reads the commit object of a checkpoint.
 
     Raises:
-        CheckpointNotFoundError: If the location has no committed checkpoint.
+        CheckpointNotFoundError: If the location has no committed checkpoint. If it is a run, the
+            message names its newest step.
         CheckpointCorruptError: If the metadata is damaged.
         StoreError: If the store refuses or stays unreachable.
     """
     reader = CloudStorageReader(uri, config=config)
-    metadata = reader.read_metadata()
+    try:
+        metadata = reader.read_metadata()
+    except CheckpointNotFoundError as error:
+        run, newest = Run(uri, config=config), None
+        with contextlib.suppress(CloudCheckpointError):
+            newest = run.newest(run.steps(warns=False))
+        if newest is not None:
+            error.message = (
+                f"this is a run, not a checkpoint: give one of its steps; {run.uri(newest)} is the "
+                "newest"
+            )
+        raise
     assert reader.commit is not None  # set by read_metadata()
     return ReadContent(reader.commit, reader.places_in(metadata))

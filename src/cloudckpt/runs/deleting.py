@@ -102,7 +102,12 @@ def delete_at(
     _remove_empty(location, {location.prefix, *map(os.path.dirname, keys)})
 
 
-def delete_run(run: URILike, *, config: Config | None = None) -> None:
+def delete_run(
+    run: URILike,
+    *,
+    config: Config | None = None,
+    deleted: Callable[[str], object] = lambda uri: None,
+) -> None:
     """Deletes all checkpoints of a run, the leftovers of killed saves, and the run's claim.
 
     No job may be saving into the run or beneath it. Objects of other programs stay, and so do
@@ -111,6 +116,7 @@ def delete_run(run: URILike, *, config: Config | None = None) -> None:
     Args:
         run: The folder of the run.
         config: Options.
+        deleted: Called with the URI of each checkpoint when it is deleted.
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
@@ -121,6 +127,7 @@ def delete_run(run: URILike, *, config: Config | None = None) -> None:
     for uri in [one.uri for one in found if one.is_committed]:
         with contextlib.suppress(CheckpointNotFoundError):  # another process has deleted it
             delete(uri, config=config)
+        deleted(uri)
     sweep(location, older_than=0, config=config)
     store, claim = open_store(location, config), location.key(CLAIM)
     delete_all(store, [claim], config.retry, threads=1, what="objects of a deleted run")

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -23,6 +23,7 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
     StoreError,
+    TransientStoreError,
 )
 from cloudckpt.runs.catalog import History, Run
 from cloudckpt.runs.claim import OwnLine
@@ -31,7 +32,7 @@ from cloudckpt.runs.deleting import delete_at
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import URILike
 
-__all__ = ["Pruner", "best_step", "prune"]
+__all__ = ["Pruner", "best_step", "delete_step", "prune"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -52,13 +53,16 @@ def prune(
     dry_run: bool = False,
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
+    deleted: Callable[[str], object] = lambda uri: None,
 ) -> list[str]:
     """Deletes the committed checkpoints of a run that no retention rule keeps.
 
     The rules are those of :class:`CheckpointManager`. They apply to the steps on the run's line
     (:mod:`cloudckpt.runs.line`), of which the newest is always kept. The newest checkpoint of the
     run must be readable: otherwise intact checkpoints would be deleted in favour of a damaged one.
-    Other checkpoints whose notes can't be read are kept, which is logged.
+    Other checkpoints whose notes can't be read are kept, which is logged, and so are those that are
+    saved anew meanwhile. One that can't be deleted does not keep the others; if the store becomes
+    unreachable, the rest is not tried.
 
     Args:
         run: The folder of the run.
@@ -76,6 +80,7 @@ def prune(
         dry_run: Whether to delete nothing, and only return what would be deleted.
         step_name: The pattern of the checkpoints' folder names.
         config: Options.
+        deleted: Called with the URI of each checkpoint when it is deleted.
 
     Returns:
         The URIs of the deleted checkpoints: the steps on the line, oldest first, then abandoned
@@ -83,10 +88,10 @@ def prune(
 
     Raises:
         CheckpointCorruptError: If the metadata of the newest checkpoint is damaged.
-        CheckpointReplacedError: If a checkpoint was saved anew meanwhile; it is not deleted.
         ConfigError: If an option is invalid, or no checkpoint has the metric.
         InvalidURIError: If ``run`` is not a valid location.
-        StoreError: If the store refuses or stays unreachable.
+        StoreError: If the store refuses or stays unreachable; the message lists the steps that were
+            deleted, and those that were not.
     """
     kept = Retention(
         max_to_keep=max_to_keep,
@@ -117,31 +122,68 @@ def prune(
             )
             raise
     steps += history.abandoned if abandoned else ()
-    steps = [step for step in steps if only is None or str(found.uri(step)) in only]
-    for step in () if dry_run else steps:
-        with contextlib.suppress(CheckpointNotFoundError):  # another process has deleted it
-            _delete_as_read(found, history, step)
-    return [str(found.uri(step)) for step in steps]
+    uris = {step: str(found.uri(step)) for step in steps}
+    uris = {step: uri for step, uri in uris.items() if only is None or uri in only}
+    return [*uris.values()] if dry_run else _delete_steps(found, history, uris, deleted)
 
 
-def _delete_as_read(
+def _delete_steps(
+    run: Run, history: History, uris: Mapping[int, str], deleted: Callable[[str], object]
+) -> list[str]:
+    """Deletes steps for :func:`prune`; returns the URIs of the deleted ones."""
+    gone, failures = list[int](), list[CloudCheckpointError]()
+    for step, uri in uris.items():
+        try:
+            if delete_step(run, history, step):
+                gone.append(step)
+                deleted(uri)
+            else:
+                logger.warning("%s was saved anew meanwhile, and was not deleted", uri)
+        except TransientStoreError as error:
+            failures.append(error)
+            break  # each of the others might wait just as long in vain
+        except CloudCheckpointError as error:
+            failures.append(error)
+    if failures:
+        texts = [
+            ", ".join(map(str, steps)) or "none"
+            for steps in (gone, [step for step in uris if step not in gone])
+        ]
+        failures[0].message += f" | steps that were deleted: {texts[0]}; not deleted: {texts[1]}"
+        raise failures[0]
+    return [uris[step] for step in gone]
+
+
+def delete_step(
     run: Run, history: History, step: int, check: Callable[[], None] = lambda: None
-) -> None:
-    """Deletes a step after a check, unless it was saved anew since its notes were read.
+) -> bool:
+    """Deletes a step of a history, unless it was saved anew since its notes were read.
+
+    Args:
+        run: The run.
+        history: The notes of its steps.
+        step: The step.
+        check: Called right before the deletion; if it raises, nothing is deleted.
+
+    Returns:
+        Whether the step is gone, by this call or another process; False if it was saved anew.
 
     Raises:
-        CheckpointReplacedError: If it was.
+        CloudCheckpointError: If the step can't be deleted, or an error of ``check``.
     """
 
     def check_notes() -> None:
         check()
         if run.notes(step) != (history.line | history.abandoned)[step]:
-            raise CheckpointReplacedError(
-                "the checkpoint was saved anew meanwhile, and was not deleted",
-                uri=str(run.uri(step)),
-            )
+            raise CheckpointReplacedError("the checkpoint was saved anew meanwhile")
 
-    delete_at(run.uri(step), run.config, check_notes)
+    try:
+        delete_at(run.uri(step), run.config, check_notes)
+    except CheckpointReplacedError:
+        return False
+    except CheckpointNotFoundError:
+        pass  # another process has deleted it
+    return True
 
 
 def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
@@ -295,9 +337,7 @@ class Pruner:
             if not is_free:
                 return
             try:
-                _delete_as_read(self._run, history, step, self._line.check_claim)
-            except (CheckpointNotFoundError, CheckpointReplacedError):
-                pass  # another process has deleted it, or this job has saved it anew
+                delete_step(self._run, history, step, self._line.check_claim)
             except CheckpointConflictError:
                 raise  # another job has claimed the run: no step may be deleted
             except CloudCheckpointError as error:
