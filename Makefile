@@ -31,7 +31,7 @@ SEED ?= $(shell date +%s)
 # each road a save, a load and what torch reads
 VERSIONS ?= 3.10-2.9.1 3.11-2.14.1 3.13-2.15.0
 OF_THE_INTERPRETER := tests/stores/test_long_reads.py tests/checkpoint/test_pickles.py \
-	tests/faults/test_pickles.py tests/transfer/test_group.py \
+	tests/checkpoint/test_plain_values.py tests/transfer/test_group.py \
 	tests/test_errors.py tests/dcp/test_processes.py tests/background/test_trainers.py \
 	tests/everywhere/test_watch.py
 OF_TORCH := tests/dcp/test_interoperability.py tests/dcp/test_tensor_kinds.py \

@@ -1,311 +1,398 @@
-"""Pickles in items: what may be loaded, and what they say of a tensor."""
+"""Pickles of strangers: whatever they say, no code runs, and nothing in this process changes."""
 
-import collections
+import dataclasses
+import enum
 import io
-import os
+import pathlib
 import pickle
-import warnings
-import zipfile
+from collections import OrderedDict
 
+import numpy
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata as of_torch
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from cloudckpt.checkpoint.archives import TensorDescription, describe_tensor
+import cloudckpt
+from cloudckpt.checkpoint.archives import describe_tensor
+from cloudckpt.checkpoint.foreign import load_metadata
+from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checkpoint.values import check_trusted, load_tensor
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
+from support.commit_objects import framed
+from support.pickles import Call, containing, data_pkl, opcodes, saved, touch
 
-URI = "s3://bucket/run"
-
-
-def saved(value, **options):
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.save(value, buffer, **options)
-    return buffer.getvalue()
+URI = "s3://bucket/run/.metadata"
+REFUSED = (UntrustedPickleError, CheckpointCorruptError)
+SIZE, INDEX = torch.Size([4]), MetadataIndex("w", torch.Size([0]))
+FORMAT = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
 
 
-def description(value, **options):
-    """What is said of a value by the ``data.pkl`` that torch saves."""
-    with zipfile.ZipFile(io.BytesIO(saved(value, **options))) as archive:
-        return describe_tensor(archive.read("archive/data.pkl"))
+def tensor(**changes):
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    made = TensorStorageMetadata(TensorProperties(torch.float32), SIZE, [chunk])
+    return dataclasses.replace(made, **changes)
 
 
-class Call:
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
+def metadata(**changes):
+    fields = {
+        "state_dict_metadata": {"w": tensor()},
+        "planner_data": "of the planner",
+        "storage_data": {INDEX: StorageInfo("__0_0.distcp", 0, len(saved(torch.ones(4))))},
+        "storage_meta": StorageMeta(),
+        "version": "1.0.0",
+    }
+    return Metadata(**{**fields, **changes})
 
-    def __reduce__(self):
-        return self.call
+
+HONEST = metadata()
+
+
+def replaced(value, code):
+    """The pickle of metadata with other opcodes in the place of a value."""
+    made = opcodes(HONEST)
+    assert opcodes(value) in made
+    return b"\x80\x05" + made.replace(opcodes(value), code) + b"."
+
+
+def _describe(data):
+    if describe_tensor(data) is None:
+        raise CheckpointCorruptError("not described")
+
+
+READERS = {
+    "metadata": lambda data: load_metadata(data, URI),
+    "an item": lambda data: check_trusted(containing(data), "x", URI),
+    "an item of an old torch": lambda data: check_trusted(data, "x", URI),
+    "a tensor": lambda data: load_tensor(containing(data), "x", URI, trust=False),
+    "a description": _describe,
+}
 
 
 @pytest.fixture
 def marker(tmp_path):
     """A file that is there once hostile code has run."""
-    return str(tmp_path / "it-ran")
+    return tmp_path / "it-ran"
 
 
-def hostile(marker):
-    return Call(os.system, f"touch '{marker}'")
+# ---- code
 
 
-# what may be loaded
+def raw(module, name, *arguments, protocol=4):
+    """A call of a global by its name, in the opcodes of a protocol."""
+    named = opcodes(module) + opcodes(name) + b"\x93"
+    if protocol < 4:
+        named = f"c{module}\n{name}\n".encode()
+    start = b"" if protocol < 2 else bytes([0x80, protocol])
+    return start + named + opcodes(arguments) + b"R."
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_hostile_items_are_refused_and_do_not_run(marker, nested):
-    value = {"a": [hostile(marker)]} if nested else hostile(marker)
-    with pytest.raises(UntrustedPickleError) as caught:
-        check_trusted(saved(value), "optimizer.state", URI)
-    assert caught.value.item == "optimizer.state"
+OF_TORCH = of_torch.__name__
+HOSTILE = {
+    **{f"protocol {n}": lambda path, n=n: pickle.dumps(touch(path), n) for n in range(6)},
+    "eval": lambda path: pickle.dumps(Call(eval, f"open({str(path)!r}, 'w')")),
+    "exec": lambda path: pickle.dumps(Call(exec, f"open({str(path)!r}, 'w')")),
+    "open": lambda path: pickle.dumps(Call(open, str(path), "w")),
+    "getattr": lambda path: pickle.dumps(Call(getattr, Call(__import__, "os"), "system")),
+    "amid others": lambda path: pickle.dumps([torch.Size([3]), {"a": (1, touch(path))}]),
+    "in metadata": lambda path: pickle.dumps(metadata(planner_data={"w": touch(path)})),
+    "as an entry": lambda path: pickle.dumps(metadata(state_dict_metadata={"w": touch(path)})),
+    "as a save id": lambda path: pickle.dumps(metadata(storage_meta=StorageMeta("", touch(path)))),
+    "in a key": lambda path: pickle.dumps(metadata(storage_data={touch(path): None})),
+    "with a checksum": lambda path: framed(metadata(planner_data={"w": touch(path)})),
+    "torch.load": lambda path: pickle.dumps(Call(torch.load, io.BytesIO(b""))),
+    "torch.storage._load_from_bytes": lambda path: pickle.dumps(
+        Call(torch.storage._load_from_bytes, pickle.dumps(touch(path)))
+    ),
+    "pathlib.Path.touch": lambda path: raw("pathlib", "Path.touch", path),
+    "a method of an allowed class": lambda path: raw(OF_TORCH, "Metadata.__init__"),
+    "the globals of a method": lambda path: raw(
+        OF_TORCH, "MetadataIndex.__post_init__.__globals__"
+    ),
+    "a module in an allowed module": lambda path: raw(OF_TORCH, "os.system", f"touch '{path}'"),
+    "a module in torch": lambda path: raw("torch", "os.system", f"touch '{path}'"),
+    "a name of Python 2": lambda path: raw(
+        "__builtin__", "eval", f"open({str(path)!r}, 'w')", protocol=2
+    ),
+    "an instance of protocol 0": lambda path: f"(S\"touch '{path}'\"\niposix\nsystem\n.".encode(),
+}
+ALIVE = ["protocol 2", "amid others", "in metadata", "with a checksum"]
+ALIVE += ["pathlib.Path.touch", "a module in torch", "an instance of protocol 0"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_code_in_a_pickle_does_not_run(name, reader, marker):
+    with pytest.raises(REFUSED) as caught:
+        READERS[reader](HOSTILE[name](marker))
+    assert not marker.exists()
+    if reader == "metadata":
+        assert isinstance(caught.value, UntrustedPickleError)
+        assert caught.value.uri == URI
+
+
+@pytest.mark.parametrize("name", ALIVE)
+def test_the_code_would_run(name, marker):
+    """Else these tests would show nothing."""
+    pickle.loads(HOSTILE[name](marker))
+    assert marker.exists()
+
+
+# ---- what is there already
+
+CLASSES = (
+    *(Metadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadata, StorageMeta),
+    *(ChunkStorageMetadata, TensorProperties, StorageInfo, _MEM_FORMAT_ENCODING),
+    *(OrderedDict, pathlib.Path, pathlib.PurePosixPath, torch.Size, torch.dtype, enum.Enum),
+    *(torch.FloatStorage, numpy.ndarray, numpy.dtype),
+)
+
+
+def picture():
+    """Everything that a pickle could change about the classes it may name."""
+    members = {member: dict(vars(member)) for member in _MEM_FORMAT_ENCODING}
+    names = {cls: (cls.__name__, cls.__qualname__, cls.__bases__, cls.__mro__) for cls in CLASSES}
+    return {cls: dict(vars(cls)) for cls in CLASSES}, names, members
+
+
+def with_state(thing, state):
+    return opcodes(thing) + opcodes(state) + b"b"
+
+
+CHANGES = {
+    "a member of an enum": with_state(FORMAT, {"_name_": "poisoned", "poison": 1}),
+    "a member of an enum, by name": with_state(
+        Call(getattr, _MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"), {"_value_": 0}
+    ),
+    "the bases of a class": with_state(Metadata, (None, {"__bases__": (StorageMeta,)})),
+    **{
+        f"{field} of {kind.__name__}": with_state(kind, (None, {field: "poisoned"}))
+        for kind in (Metadata, MetadataIndex, ChunkStorageMetadata)
+        for field in ("__name__", "__qualname__", "__module__", "poison")
+    },
+    "a method of a class": with_state(pathlib.Path, (None, {"exists": torch.Size})),
+    "a method of a class, as a dict": with_state(pathlib.Path, {"exists": None}),
+    "an element type": with_state(torch.float32, (None, {"a": None})),
+    "a layout": with_state(torch.strided, {"a": None}),
+    "a size": with_state(SIZE, {"a": None}),
+    "the items of a class": opcodes(Metadata) + opcodes("a") + opcodes(None) + b"s",
+    "the entries of a class": opcodes(OrderedDict) + opcodes(None) + b"a",
+}
+PLACES = ["of the planner", "1.0.0", HONEST.state_dict_metadata, FORMAT]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_nothing_that_was_there_before_is_changed(name):
+    before = picture()
+    alone = b"\x80\x04" + CHANGES[name] + b"."
+    attempts = [("metadata", replaced(place, CHANGES[name])) for place in PLACES]
+    for reader, data in (*attempts, *((reader, alone) for reader in READERS)):
+        with pytest.raises(REFUSED):
+            READERS[reader](data)
+        assert picture() == before
+    assert load_metadata(framed(HONEST), URI) == HONEST
+
+
+def test_a_description_changes_no_class_of_torch():
+    changed, before = with_state(torch.FloatStorage, (None, {"poison": 1})), picture()
+    assert describe_tensor(b"\x80\x04" + changed + b".") is None
+    assert picture() == before
+
+
+VALUES = [numpy.arange(3), {"p": pathlib.PurePosixPath("a")}, OrderedDict(a=frozenset({1}))]
+SEEDS = {
+    "metadata": [pickle.dumps(HONEST, protocol) for protocol in range(2, 6)],
+    "an item": [pickle.dumps(VALUES, 4)],
+    "a description": [data_pkl(saved(torch.ones(3), pickle_protocol=4))],
+}
+
+
+@pytest.mark.parametrize("reader", SEEDS)
+@settings(max_examples=200)
+@given(data=st.data())
+def test_flipped_bits_without_a_checksum_are_told_or_harmless(reader, data):
+    damaged = bytearray(data.draw(st.sampled_from(SEEDS[reader])))
+    before = picture()
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        found = READERS[reader](bytes(damaged))
+    except REFUSED:
+        pass
+    else:
+        assert isinstance(found, Metadata) or reader != "metadata"
+    assert picture() == before
+
+
+# ---- fields of metadata
+
+
+def unchecked(cls, **fields):
+    """An instance whose constructor was not asked."""
+    made = object.__new__(cls)
+    vars(made).update(fields)
+    return made
+
+
+def of_place(*fields, **more):
+    place = StorageInfo(*fields)
+    vars(place).update(more)
+    return pickle.dumps(metadata(storage_data={INDEX: place}))
+
+
+def of_entries(entries):
+    return pickle.dumps(metadata(state_dict_metadata=entries))
+
+
+def of_tensor(**changes):
+    return of_entries({"w": tensor(**changes)})
+
+
+def of_chunk(offsets, sizes):
+    return of_tensor(chunks=[ChunkStorageMetadata(offsets, sizes)])
+
+
+DEEP = b"N" + b"\x85" * 200_000
+FIELDS = {
+    "an item that is a text": of_entries({"w": "x"}),
+    "an item that is None": of_entries({"w": None}),
+    "an item that is a place": of_entries({"w": StorageInfo("f", 0, 9)}),
+    "an item without a name": of_entries({1: tensor()}),
+    "no items": of_entries(None),
+    "items in a list": of_entries([]),
+    "a storage_meta that is none": pickle.dumps(metadata(storage_meta={})),
+    "a version that is none": pickle.dumps(metadata(version=1)),
+    "a save_id that is none": pickle.dumps(metadata(storage_meta=StorageMeta("", 1))),
+    "a place without a name": of_place(1, 0, 9),
+    "a place before the file": of_place("f", -1, 9),
+    "a place of less than nothing": of_place("f", 0, -1),
+    "a place too far": of_place("f", 1 << 64, 9),
+    "a place that is a float": of_place("f", 0, 1.0),
+    "a place with a field of tomorrow": of_place("f", 0, 9, codec="zstd"),
+    "an index without a name": replaced("w", opcodes(None)),
+    "an index at no offset": pickle.dumps(
+        metadata(storage_data={unchecked(MetadataIndex, fqn="w", offset=1, index=None): None})
+    ),
+    "a key that is a list": replaced("of the planner", opcodes({}) + opcodes([]) + b"Ns"),
+    "a size of its own": of_tensor(size=4),
+    "a size below nothing": of_tensor(size=torch.Size([-1])),
+    "a size too large": replaced(SIZE, opcodes(Call(torch.Size, (1 << 64,)))),
+    "a size beyond all memory": of_tensor(size=torch.Size([1 << 30] * 3), chunks=[]),
+    "a size of floats": replaced(SIZE, opcodes(Call(torch.Size, (1.0,)))),
+    "no chunks": of_tensor(chunks=None),
+    "chunks that are none": of_tensor(chunks=[1]),
+    "a chunk of another rank": of_chunk(torch.Size([0, 0]), torch.Size([4, 4])),
+    "a chunk of two ranks": of_chunk(torch.Size([0]), torch.Size([4, 4])),
+    "a chunk of no size": of_chunk(torch.Size([0]), None),
+    "no properties": of_tensor(properties=None),
+    "no element type": replaced(torch.float32, opcodes(None)),
+    "a text as element type": replaced(torch.float32, opcodes("float32")),
+    "no memory format": replaced(FORMAT, opcodes(0)),
+    "a memory format of tomorrow": replaced(FORMAT, opcodes(Call(_MEM_FORMAT_ENCODING, 7))),
+    **{
+        f"values nested deep {n}": replaced(p, b"N" + b"\x85" * 200_000)
+        for n, p in enumerate(PLACES)
+    },
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_that_make_no_sense_are_corrupt(name):
+    assert load_metadata(replaced(INDEX, opcodes(INDEX)), URI) == HONEST
+    with pytest.raises(CheckpointCorruptError) as caught:
+        load_metadata(FIELDS[name], URI)
     assert caught.value.uri == URI
-    assert "trust_pickle=True" in str(caught.value)
-    assert not os.path.exists(marker)
+    assert len(str(caught.value)) < 2000
 
 
-def test_the_hostile_item_would_run(marker):
-    torch.load(io.BytesIO(saved(hostile(marker))), weights_only=False)
-    assert os.path.exists(marker)
+def test_the_member_of_an_enum_may_be_written_by_its_name():
+    """As some versions of Python 3.11 do."""
+    member = Call(getattr, _MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+    found = load_metadata(replaced(FORMAT, opcodes(member)), URI)
+    assert found.state_dict_metadata["w"].properties == TensorProperties(
+        torch.float32, memory_format=torch.channels_last
+    )
 
 
-def test_hostile_items_of_old_versions_of_torch_do_not_run(marker):
-    """Before zip archives, an item was a few pickles in a row."""
-    data = saved(hostile(marker), _use_new_zipfile_serialization=False)
-    with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
-        check_trusted(data, "item", URI)
-    assert not os.path.exists(marker)
+# ---- through the public functions
 
 
-@pytest.mark.parametrize("data", [pickle.dumps(7), b"", b"PK\3\4", b"text", saved(7)[:-30]])
-def test_what_is_no_item_is_refused(data, marker):
-    with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
-        check_trusted(data, "item", URI)
+@pytest.fixture
+def plant(tmp_path):
+    """Writes a checkpoint of a tensor by hand; returns its URI."""
+
+    def plant(**changes) -> str:
+        folder = tmp_path / "run" / "foreign"
+        folder.mkdir(parents=True)
+        (folder / "__0_0.distcp").write_bytes(saved(torch.ones(4)))
+        (folder / ".metadata").write_bytes(framed(metadata(**changes)))
+        return folder.as_uri()
+
+    return plant
 
 
-def test_bare_hostile_pickles_do_not_run(marker):
-    with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
-        check_trusted(pickle.dumps(hostile(marker)), "item", URI)
-    assert not os.path.exists(marker)
+def loaded(uri, **options):
+    state = {"w": torch.zeros(4)}
+    cloudckpt.load(state, checkpoint_id=uri, **options)
+    return state["w"]
 
 
-class OfTheUser:
-    def __init__(self):
-        self.value = 7
+def test_a_load_runs_code_of_metadata_only_where_it_is_trusted(plant, marker):
+    uri = plant(planner_data=touch(marker))
+    with pytest.raises(UntrustedPickleError, match=r"system.*trust_pickle=True") as caught:
+        loaded(uri)
+    assert not marker.exists()
+    assert caught.value.uri == f"{uri}/.metadata"
+    assert torch.equal(loaded(uri, trust_pickle=True), torch.ones(4))
+    assert marker.exists()
 
 
-def test_a_class_of_the_user_is_trusted_once_torch_allows_it():
-    data = saved(OfTheUser())
-    with pytest.raises(UntrustedPickleError, match="OfTheUser"):
-        check_trusted(data, "item", URI)
-    with torch.serialization.safe_globals([OfTheUser]):
-        check_trusted(data, "item", URI)
+def test_a_load_runs_code_of_an_item_only_where_it_is_trusted(tmp_path, marker):
+    cloudckpt.save({"x": touch(marker)}, checkpoint_id=tmp_path / "run")
+    with pytest.raises(UntrustedPickleError, match="trust_pickle=True") as caught:
+        cloudckpt.load({"x": None}, checkpoint_id=tmp_path / "run")
+    assert not marker.exists()
+    assert caught.value.item == "x"
+    cloudckpt.load({"x": None}, checkpoint_id=tmp_path / "run", trust_pickle=True)
+    assert marker.exists()
 
 
-def test_a_tensor_is_loaded():
-    tensor = torch.randn(3, 4).t()
-    found = load_tensor(saved(tensor), "w", URI, trust=False)
-    assert torch.equal(found, tensor)
-
-
-@pytest.mark.parametrize("value", [7, {"w": torch.ones(3)}, None])
-def test_what_is_no_tensor_is_refused(value):
-    with pytest.raises(
-        CheckpointCorruptError, match="although the metadata describes it as a tensor"
-    ) as caught:
-        load_tensor(saved(value), "w", URI, trust=False)
-    assert caught.value.item == "w"
-
-
-def test_a_tensor_that_needs_hostile_code_is_refused(marker):
-    data = saved([torch.randn(3), hostile(marker)])
-    with pytest.raises(UntrustedPickleError):
-        load_tensor(data, "w", URI, trust=False)
-    assert not os.path.exists(marker)
-
-
-def test_trust_loads_what_is_there(marker):
-    with pytest.raises(CheckpointCorruptError):
-        load_tensor(saved(hostile(marker)), "w", URI, trust=True)
-    assert os.path.exists(marker)
-
-
-# what is said of a tensor
-
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.uint16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0, 4)], ids=str)
-def test_a_plain_tensor_is_described(dtype, shape):
-    found = description(torch.zeros(shape, dtype=dtype))
-    assert found == TensorDescription(dtype, "0", 0, shape, torch.zeros(shape).stride())
-    assert found.is_row_major
+def places_named(names):
+    indices = (MetadataIndex("w", torch.Size([number])) for number in range(len(names)))
+    return {index: StorageInfo(name, 0, 10) for index, name in zip(indices, names, strict=True)}
 
 
 @pytest.mark.parametrize(
-    ("make", "offset", "row_major"),
-    [
-        (lambda: torch.randn(10, 4)[3:], 12, True),
-        (lambda: torch.randn(10, 4)[3], 12, True),
-        (lambda: torch.randn(10, 4)[:, 1:], 1, False),
-        (lambda: torch.randn(10)[5:6].expand(1), 5, True),
-        (lambda: torch.randn(10, 4).t(), 0, False),
-        (lambda: torch.randn(4).expand(3, 4), 0, False),
-        (lambda: torch.randn(10, 4)[:, 1:2], 1, False),
-        (lambda: torch.randn(10, 1)[3:].view(7, 1), 3, True),
-        (lambda: torch.randn(10, 1, 4).transpose(0, 1), 0, True),
-        (lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), 0, False),
-    ],
+    "name", ["../other/__0_0.distcp", "/etc/passwd", "a/../../b", "./x", "a//b", "a\nb", ""]
 )
-def test_views_are_described_as_they_are(make, offset, row_major):
-    tensor = make()
-    found = description(tensor)
-    assert (found.shape, found.stride) == (tuple(tensor.shape), tensor.stride())
-    assert found.is_row_major == row_major
-    assert found.storage_offset == tensor.storage_offset() == offset
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_any_protocol_is_understood(protocol):
-    found = description(torch.zeros(3, 4), pickle_protocol=protocol)
-    assert (found.dtype, found.shape) == (torch.float32, (3, 4))
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: 7,
-        lambda: {"w": torch.zeros(3)},
-        lambda: [torch.zeros(3)],
-        lambda: torch.zeros(3, 4).to_sparse(),
-        lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
-        lambda: torch.randn(3, dtype=torch.complex64).conj(),
-        lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
-        lambda: torch.zeros(3, device="meta"),
-        OfTheUser,
-    ],
-)
-def test_what_is_no_plain_tensor_is_not_described(make):
-    assert description(make()) is None
-
-
-def test_a_hostile_description_does_not_run(marker):
-    assert describe_tensor(pickle.dumps(hostile(marker))) is None
-    assert not os.path.exists(marker)
-
-
-@pytest.mark.parametrize("data", [b"", b"\x80", b"text", pickle.dumps(7), pickle.dumps(None)])
-def test_what_is_no_description_is_none(data):
-    assert describe_tensor(data) is None
-
-
-def described_as(shape, stride, offset=0):
-    """``data.pkl`` of a tensor that torch would not make."""
-
-    class Storage:
-        pass
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value):
-            if isinstance(value, Storage):
-                return ("storage", torch.FloatStorage, "0", "cpu", 12)
-            return None
-
-    buffer = io.BytesIO()
-    rebuild = torch._utils._rebuild_tensor_v2
-    call = Call(rebuild, Storage(), offset, shape, stride, False, collections.OrderedDict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        Pickler(buffer, 2).dump(call)
-    return buffer.getvalue()
-
-
-def test_the_descriptions_of_these_tests_are_right():
-    found = describe_tensor(described_as((3, 4), (4, 1)))
-    assert found == TensorDescription(torch.float32, "0", 0, (3, 4), (4, 1))
+def test_a_load_is_not_led_out_of_the_checkpoint(plant, name):
+    with pytest.raises(CheckpointCorruptError, match="outside of the checkpoint"):
+        loaded(plant(storage_data=places_named([name])))
 
 
 @pytest.mark.parametrize(
-    ("shape", "stride", "offset"),
-    [
-        ((3, 4), (4,), 0),
-        ((3, 4), (4, 1, 1), 0),
-        ((3, 4), ("4", "1"), 0),
-        (("3", "4"), (4, 1), 0),
-        ((3, -4), (4, 1), 0),
-        ((3, 4), (4, 1), -12),
-        ((3, 4), (4, 1), "0"),
-    ],
+    "names",
+    [["../precious"], [".metadata"], ["__0.metadata"], ["in/.metadata", "in/__0_0.distcp"]],
 )
-def test_a_description_that_makes_no_sense_is_none(shape, stride, offset):
-    assert describe_tensor(described_as(shape, stride, offset)) is None
-
-
-def test_a_description_can_not_allocate_memory():
-    made = []
-
-    class Noting(type(torch.FloatStorage)):
-        def __call__(cls, *arguments):
-            made.append(arguments)
-
-    class Storage(torch.FloatStorage, metaclass=Noting):
-        pass
-
-    torch.CloudckptTestStorage = Storage
-    try:
-        describe_tensor(
-            b"\x80\x02ctorch\nCloudckptTestStorage\n" + pickle.dumps((7,), 2)[2:-1] + b"R."
-        )
-    finally:
-        del torch.CloudckptTestStorage
-    assert made == []
-
-
-def test_a_description_can_not_change_a_class_of_torch():
-    state = pickle.dumps((None, {"cloudckpt_was_here": 1}), 2)[2:-1]
-    try:
-        describe_tensor(b"\x80\x02ctorch\nFloatStorage\n" + state + b"b.")
-        assert not hasattr(torch.FloatStorage, "cloudckpt_was_here")
-    finally:
-        if hasattr(torch.FloatStorage, "cloudckpt_was_here"):
-            del torch.FloatStorage.cloudckpt_was_here
-
-
-def test_items_are_read_whatever_torch_is_told_about_files():
-    with torch.utils.serialization.config.patch("load.mmap", True):
-        check_trusted(saved({"step": 1}), "item", URI)
-        load_tensor(saved(torch.ones(2)), "item", URI, trust=False)
-
-
-@pytest.mark.parametrize("good", [True, False])
-def test_a_warning_that_is_turned_into_an_error_is_no_damage(monkeypatch, good):
-    usual = torch.load
-
-    def warn(*arguments, **options):
-        warnings.warn("torch does this otherwise soon", FutureWarning, stacklevel=2)
-        return usual(*arguments, **options)
-
-    data = saved(torch.ones(3)) if good else b"damaged"
-    monkeypatch.setattr(torch, "load", warn)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if good:
-            check_trusted(data, "item", "s3://bucket/run")
-            loaded = load_tensor(data, "item", "s3://bucket/run", trust=False)
-            assert torch.equal(loaded, torch.ones(3))
-        else:
-            with pytest.raises((CheckpointCorruptError, UntrustedPickleError)):
-                check_trusted(data, "item", "s3://bucket/run")
+def test_a_save_over_it_runs_no_code_and_deletes_nothing_but_data(plant, tmp_path, marker, names):
+    """It reads the metadata that it replaces, which could name their successor as data, too."""
+    uri = plant(storage_data=places_named(names), planner_data=touch(marker))
+    others = [tmp_path / "run" / "foreign" / name for name in names if name != ".metadata"]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.write_bytes(b"precious")
+    cloudckpt.save({"w": torch.full((4,), 2.0)}, checkpoint_id=uri)
+    assert not marker.exists()
+    assert [other.read_bytes() for other in others] == [b"precious"] * len(others)
+    assert torch.equal(loaded(uri), torch.full((4,), 2.0))

@@ -8,6 +8,8 @@ import zlib
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cloudckpt.checkpoint import record
 from cloudckpt.checkpoint.objects import WrittenObject
@@ -157,52 +159,84 @@ def test_a_document_that_makes_no_sense_is_refused(change):
         Record.parse(tampered(data, **change), URI, most=1 << 20)
 
 
+FORM_OF, COUNTS = "the forms of names", "the numbers of chunks"
+COLUMNS = {
+    FORM_OF: lambda made: made.table.form_of,
+    COUNTS: lambda made: made.table.counts,
+    "whole tensors": lambda made: made.whole,
+    "offsets of chunks": lambda made: made.table.chunks[2].offsets.view(-1),
+    "sizes of chunks": lambda made: made.table.chunks[2].sizes.view(-1),
+}
+EXTENTS = {
+    "objects": lambda made: made.extents.objects,
+    "offsets": lambda made: made.extents.offsets,
+    "lengths": lambda made: made.extents.lengths,
+}
+
+
+def with_number(column, number, value, **options) -> bytes:
+    made = whole(**options)
+    {**COLUMNS, **EXTENTS}[column](made)[number] = value
+    return made.to_bytes()
+
+
 @pytest.mark.parametrize(
     ("column", "number", "value"),
     [
-        *(("form_of", 0, form) for form in (-1, 1, 2, 3)),
-        *(("counts", 0, count) for count in (-1, 0, 1, 3, 1 << 40, (1 << 63) - 1)),
-        *(("counts", number, count) for number in (1, 2) for count in (-1, 2, 1 << 40)),
-        *(("whole", 0, name) for name in (-1, 3)),
+        *((FORM_OF, 0, form) for form in (-1, 1, 2, 3)),
+        *((COUNTS, 0, count) for count in (-1, 0, 1, 3, 1 << 40, (1 << 63) - 1)),
+        *((COUNTS, number, count) for number in (1, 2) for count in (-1, 2, 1 << 40)),
+        *(("whole tensors", 0, name) for name in (-1, 3)),
+        *((column, 2, 3) for column in ("offsets of chunks", "sizes of chunks")),
     ],
 )
 @pytest.mark.parametrize("written", [False, True])
-def test_numbers_of_names_that_make_no_sense_are_refused(column, number, value, written):
+def test_numbers_of_a_table_that_make_no_sense_are_refused(column, number, value, written):
     """Also in a plan, whose rows have no places: each takes memory only if a byte stands for it."""
-    made = whole(written=written)
-    getattr(made if column == "whole" else made.table, column)[number] = value
-    with pytest.raises(CheckpointCorruptError):
-        Record.parse(made.to_bytes(), URI, most=1 << 20)
-
-
-@pytest.mark.parametrize("column", ["offsets", "sizes"])
-def test_a_chunk_outside_of_its_tensor_is_refused(column):
-    made = whole()
-    getattr(made.table.chunks[2], column)[1, 0] = 3
     with pytest.raises(CheckpointCorruptError) as caught:
-        Record.parse(made.to_bytes(), URI, most=1 << 20)
-    assert "a chunk of w lies outside" in str(caught.value.__cause__)
+        Record.parse(with_number(column, number, value, written=written), URI, most=1 << 20)
+    assert "of chunks" not in column or column == COUNTS or "of w lies" in str(caught.value.cause)
 
 
 @pytest.mark.parametrize(
-    ("column", "number"),
-    [(0, 2), (0, -1), (1, 65), (1, -1), (2, 65), (2, -1), (1, (1 << 63) - 1), (2, (1 << 63) - 1)],
+    ("column", "value"),
+    [
+        *(("objects", number) for number in (2, -1)),
+        *(
+            (column, value)
+            for column in ("offsets", "lengths")
+            for value in (65, -1, (1 << 63) - 1)
+        ),
+    ],
 )
-def test_a_row_outside_of_its_object_is_refused(column, number):
-    made = whole()
-    made.extents.columns[column][1] = number
+def test_a_row_outside_of_its_object_is_refused(column, value):
     with pytest.raises(CheckpointCorruptError) as caught:
-        Record.parse(made.to_bytes(), URI, most=1 << 20)
-    assert "w lies outside of its object" in str(caught.value.__cause__)
+        Record.parse(with_number(column, 1, value), URI, most=1 << 20)
+    assert "w lies outside of its object" in str(caught.value.cause)
 
 
-@pytest.mark.parametrize("version", [0, 1, 255])
-def test_a_record_of_another_version_is_refused(version):
-    data = bytearray(whole().to_bytes())
-    data[7] = version
-    with pytest.raises(CheckpointCorruptError) as caught:
-        Record.parse(data, URI)
-    assert "a version that this cloudckpt does not know" in str(caught.value.__cause__)
+NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(0, 300)
+
+
+@given(st.lists(st.tuples(*[NUMBERS] * 5), max_size=20))
+def test_numbers_of_any_size_come_back(rows):
+    columns = torch.tensor(rows, dtype=torch.int64).view(-1, 5).t()
+    made = Record(extents=Extents(*columns), times=columns.t())
+    assert told(Record.parse(made.to_bytes(), URI)) == told(made)
+
+
+def test_numbers_that_grow_evenly_take_next_to_nothing():
+    column = torch.arange(500_000) * 1_000_003
+    assert len(Record(extents=Extents(column, column, column)).to_bytes()) < 30_000
+
+
+def test_a_record_of_another_version_is_refused():
+    for version in (0, 1, 255):
+        data = bytearray(whole().to_bytes())
+        data[7] = version
+        with pytest.raises(CheckpointCorruptError) as caught:
+            Record.parse(data, URI)
+        assert "a version that this cloudckpt does not know" in str(caught.value.cause)
 
 
 def test_a_record_cut_short_or_with_more_behind_it_is_refused():
@@ -210,6 +244,55 @@ def test_a_record_cut_short_or_with_more_behind_it_is_refused():
     for other in (*(data[:length] for length in range(0, len(data), 7)), data + b"\0"):
         with pytest.raises(CheckpointCorruptError):
             Record.parse(other, URI)
+
+
+COMPRESSED = {
+    "less": lambda packed: zlib.compress(zlib.decompress(packed)[:-1]),
+    "more": lambda packed: zlib.compress(zlib.decompress(packed) + b" "),
+    "a bomb": lambda packed: zlib.compress(b" " * (1 << 24)),
+    "cut": lambda packed: packed[:-1],
+    "surplus": lambda packed: packed + b"more",
+    "nothing": lambda packed: b"",
+    "garbage": lambda packed: b"no zlib",
+}
+
+
+@pytest.mark.parametrize("part", ["document", "columns"])
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_data_of_another_size_than_the_header_says_are_refused(name, part):
+    data = whole().to_bytes()
+    magic, document, size, columns, columns_size = HEADER.unpack_from(data)
+    parts = {"document": data[HEADER.size :][:document], "columns": data[-columns:]}
+    parts[part] = COMPRESSED[name](parts[part])
+    header = HEADER.pack(magic, len(parts["document"]), size, len(parts["columns"]), columns_size)
+    with pytest.raises(CheckpointCorruptError):
+        Record.parse(header + parts["document"] + parts["columns"], URI)
+
+
+def with_columns(change) -> bytes:
+    """A record whose packed columns are others, of the size that its header says."""
+    data = whole().to_bytes()
+    magic, document, size, columns, _ = HEADER.unpack_from(data)
+    made = change(zlib.decompress(data[-columns:]))
+    packed = zlib.compress(made)
+    header = HEADER.pack(magic, document, size, len(packed), len(made))
+    return header + data[HEADER.size :][:document] + packed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda all_: b"",
+        lambda all_: all_[:1],
+        lambda all_: all_[:-1],
+        lambda all_: b"\3" + all_[1:],
+    ],
+    ids=["no column", "a column cut off", "a number cut off", "an unknown kind"],
+)
+def test_columns_that_are_cut_short_or_unknown_are_refused(change):
+    assert told(Record.parse(with_columns(bytes), URI)) == told(whole())
+    with pytest.raises(CheckpointCorruptError, match="column"):
+        Record.parse(with_columns(change), URI)
 
 
 def test_the_memory_of_a_record_is_bounded_by_the_pickle_before_it():
