@@ -457,7 +457,7 @@ class AsyncSaver:
         if last is not None and not last.is_reported and not last.written.done():
             raise SaveInProgressError(
                 f"the save has not finished within {self._options.patience:g} s: wait for its "
-                "future, or raise BackgroundOptions(patience=...)",
+                "future, or increase BackgroundOptions(patience=...)",
                 uri=last.where,
             )
         if (failed := self._failed()) is None:

@@ -80,11 +80,11 @@ class _Lease:
 
 
 class Stager(AsyncStager):
-    """torch's ``AsyncStager`` with memory that is kept, shared, and never written while it is read.
+    """torch's ``AsyncStager`` whose memory is reused, and never overwritten while it is read.
 
-    A staged copy holds its memory until its last tensor is gone (or, in cloudckpt's own saves,
-    until the save has ended). :meth:`stage` waits for that, so a checkpoint can't mix two steps,
-    which torch's own persistent stager does not prevent.
+    The saving process reads the same memory. A staged copy holds it until its last tensor is gone
+    (or, in cloudckpt's own saves, until the save has ended). :meth:`stage` waits for that, so a
+    checkpoint can't mix two steps, which torch's own persistent stager does not prevent.
 
     Memory: one copy of the staged state dict, and nothing else. It is allocated anew when the state
     dict outgrows it or shrinks below half of it. With CUDA it is pinned; :meth:`stage` waits for

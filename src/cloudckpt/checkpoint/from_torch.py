@@ -68,7 +68,9 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
             raise NotInColumnsError(f"{name} has a write item of an unknown kind")
         if first.type == WriteItemType.BYTE_IO or data is None:
             if len(items) != 1:
-                raise NotInColumnsError(f"{name} is one value, and is written as several items")
+                raise NotInColumnsError(
+                    f"the save planner made {len(items)} write items for {name}, which is one value"
+                )
             collected.add_value(name)
             continue
         if first.type == WriteItemType.TENSOR:

@@ -265,8 +265,8 @@ def _check_trusted(store: ObjectStore, base: CheckpointURI, said: CommitObject) 
         found = _damaged.intersection(store.uri(base.key(one.name)) for one in said.objects)
     if found:
         raise CheckpointCorruptError(
-            f"{len(found)} of its objects are damaged, such as {min(found)}: run cloudckpt "
-            "verify on this checkpoint",
+            f"the checkpoint has damaged objects ({len(found)}, such as {min(found)}): run "
+            f"cloudckpt verify {base}",
             uri=str(base),
         )
 

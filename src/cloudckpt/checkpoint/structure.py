@@ -212,7 +212,7 @@ class _Tree:
                     raise ValueError(f"{element!r} is both a list and a dict, or has a key twice")
             parent.entries[element] = made
         if not isinstance(made, dict):
-            raise ValueError("a list has keys that are not indices")
+            raise ValueError("the top level of the state dict is a list, not a dict")
         return made
 
 
@@ -252,7 +252,7 @@ def _path(value: Any) -> Path:
 
 
 class Flat:
-    """A state dict flattened as by torch, with what torch's paths lose of its keys.
+    """A state dict flattened as torch does it, and the keys and empty dicts that its names lose.
 
     Attributes:
         values: The values that are not containers, by the names that torch gives them.

@@ -319,7 +319,7 @@ _told: set[tuple[str, type]] = set()  # items and types that this process has ch
 
 
 class Unloadable:
-    """Collects the values of a save that ``load`` would refuse.
+    """Finds the values of a save that ``load`` would refuse; logs them, or refuses the save.
 
     Args:
         uri: The checkpoint.

@@ -79,7 +79,7 @@ class Call:
 
     @property
     def has_reader(self) -> bool:
-        """Whether the result is printed on a terminal as text."""
+        """Whether to print text for a human beside the result: on a terminal, unless --quiet."""
         return sys.stdout.isatty() and self.talks
 
     def having(self, overwrite: bool | None) -> Config:

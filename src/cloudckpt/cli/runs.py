@@ -273,7 +273,8 @@ def prune(
     rules: tuple[object, ...] = (max_to_keep, best_to_keep, keep_younger_than)
     if all(one is None for one in rules) and not abandoned:
         raise typer.BadParameter(
-            "nothing says what to keep: give --max-to-keep, --best-to-keep or --keep-younger-than"
+            "nothing says what to keep: give --max-to-keep, --best-to-keep or "
+            "--keep-younger-than; or --abandoned, which deletes abandoned checkpoints alone"
         )
     rule = partial(
         pruning.prune,

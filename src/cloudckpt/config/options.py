@@ -89,7 +89,7 @@ class _Option:
         return types[0] if types else None, (*words, *[None] * (none in kinds))
 
     def from_environment(self) -> Any:
-        """Returns the value of the option's environment variable, or the default if it is unset."""
+        """Returns the value of the environment variable; the default if it is unset or empty."""
         text = os.environ.get(self.variable)
         if not text:
             return self.default

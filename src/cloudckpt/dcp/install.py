@@ -154,7 +154,8 @@ def _becoming(kind: Any, ours: type[Any]) -> Callable[..., None]:
             return
         if type(self) is not kind:
             raise InstallError(
-                f"{type(self).__name__} can only use local paths: derive it from cloudckpt's class",
+                f"{type(self).__name__} can't use a URI, because it derives from torch's "
+                f"{kind.__name__}: derive it from cloudckpt.{ours.__name__}",
                 uri=uri,
             )
         for name, value in given.items():

@@ -415,7 +415,7 @@ class Meeting:
                 raise failure from exc
             outcome = "" if has_begun else ", and nothing was started"
             raise ProcessGroupError(
-                f"the ranks did not meet{outcome}: a rank ended or its connection broke; find "
+                f"the ranks lost each other{outcome}: one ended or its connection broke; find "
                 "out which rank ended first and why, and start all of them again",
                 committed=None if has_begun else False,
                 cause=exc,

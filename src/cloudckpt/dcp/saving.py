@@ -275,7 +275,7 @@ class StateLayout:
         memory: Memory,
         expected: dict[int, tuple[int, ...]],
     ) -> bool:
-        """Whether an earlier checkpoint has an item; else fills ``expected`` with its checksums."""
+        """Returns whether the base has an item, and notes its place; computes its checksums."""
         if self._contents is None:
             return False
         checksum = None if memory.is_private else self._algorithm

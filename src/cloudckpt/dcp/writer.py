@@ -45,6 +45,7 @@ from cloudckpt.errors import (
     ConfigError,
     IncompleteSaveError,
     KeyCollisionError,
+    ObjectNotFoundError,
 )
 from cloudckpt.events import Event, Span, Transferred, emit
 from cloudckpt.gc_pause import paused_gc
@@ -538,9 +539,14 @@ class CloudStorageWriter(OurWriter):
                 retrier = Retrier.for_cleanup(self.config.retry)
                 found = retrier.call(lambda: fetch(store, key))
                 names = CommitObject.parse(found, store.uri(key)).names(store.uri(key))
+            except ObjectNotFoundError:
+                pass  # it is not committed now, but may still be
             except CloudCheckpointError as error:
                 logger.warning(
-                    "the store could not be asked whether the save is committed: %s", error
+                    "%s: it is unknown whether this save is committed, because its commit object "
+                    "could not be read: %s",
+                    self.uri,
+                    error,
                 )
             else:
                 if not names.isdisjoint(self._written):

@@ -267,7 +267,9 @@ def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
     """
     if accelerator.distributed_type.value in _OWN_FORMATS:
         raise ConfigError(
-            f"{accelerator.distributed_type} writes its own files: save to a local folder", uri=uri
+            f"cloudckpt can't save or load the models of {accelerator.distributed_type}, which "
+            "writes files of its own: use a local folder",
+            uri=uri,
         )
     models, optimizers = accelerator._models, accelerator._optimizers
     if len(optimizers) > len(models):

@@ -128,8 +128,8 @@ class _StrategyOnStores(_OnStores):
         """
         if not getattr(self, "_save_distributed_checkpoint", True):
             raise ConfigError(
-                "save_distributed_checkpoint=False gathers the state on one rank: leave it "
-                "out; a sharded checkpoint can be loaded on any number of ranks",
+                "saves to URIs are sharded, but save_distributed_checkpoint=False gathers the "
+                "state on one rank: leave it out; any number of ranks can load a sharded one",
                 uri=uri,
             )
         if getattr(self, "_state_dict_type", "sharded") != "sharded":

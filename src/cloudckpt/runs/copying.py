@@ -144,7 +144,7 @@ def copy(
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy to make: the locations, and the bytes that the store lists in a run's checkpoint."""
+    """A checkpoint to copy, its target, and its size in bytes (0 if it is not a step of a run)."""
 
     source: CheckpointURI
     target: CheckpointURI

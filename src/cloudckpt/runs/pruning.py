@@ -232,7 +232,7 @@ def _unneeded(run: Run, history: History, retention: Retention) -> list[int]:
 
 
 class Pruner:
-    """Deletes steps in a thread of rank 0, in the order of the saves.
+    """Deletes the steps that the rules do not keep, after each save, in a thread of rank 0.
 
     It lists the run anew after each save, because others may delete steps meanwhile.
 

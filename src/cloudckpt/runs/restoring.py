@@ -125,10 +125,13 @@ def goal_of(run: Run, step: int) -> Notes:
     newest = next((at for at, one, is_on in walk if is_on and isinstance(one, Notes)), step)
     if newest != step:
         logger.warning(
-            "%s is restored, although %s: the first save starts a new line of steps; steps that do "
-            "not belong to it count as abandoned, and a save of the same step replaces them",
-            f"step {step}",
+            "%s: step %d is restored, although %s. When this job first saves, the steps after %d "
+            "that it has not saved become abandoned; if it saves an abandoned step again, it "
+            "replaces it",
+            run.root,
+            step,
             f"step {newest} is newer" if newest > step else "it is abandoned",
+            step,
         )
     return notes
 

@@ -38,7 +38,10 @@ def forget_listings() -> None:
             files.invalidate_cache()
         except Exception as error:  # noqa: BLE001 - as above
             logger.warning(
-                "the cached listings of %s may be out of date: %r", type(files).__name__, error
+                "fsspec's cached listings of %s could not be cleared, and may be out of date: call "
+                "its invalidate_cache() before you list: %r",
+                type(files).__name__,
+                error,
             )
 
 

@@ -76,7 +76,7 @@ class Tick:
 
 @dataclass(slots=True)
 class _Window:
-    """The sum of consecutive ticks."""
+    """Consecutive ticks: their seconds and bytes, mean CPU use, and whether all lanes were busy."""
 
     seconds: float = 0.0
     moved: int = 0

@@ -96,7 +96,7 @@ def why_not_filled(tensor: torch.Tensor) -> str:
 
 
 def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Returns whether elements may share memory: a stride is within smaller strides' reach."""
+    """Returns whether elements may share memory: if a stride is less than inner dimensions span."""
     steps = sorted((s, size) for s, size in zip(strides, shape, strict=True) if size > 1)
     return any(
         step < reach([size for _, size in steps[:n]], [s for s, _ in steps[:n]])

@@ -192,7 +192,8 @@ class FileFolders(VisibleFiles):
         found = self.existing(key)
         if found.kind == "committed":
             raise FileExistsError(
-                f"{self._store.uri(key)} belongs to a committed folder: remove that folder"
+                f"{self._store.uri(key)} can't be deleted alone, because it belongs to a committed "
+                "folder: delete the whole folder"
             )
         self._delete([record_name(key, self._job) if found.kind == "pending" else key])
 
@@ -216,8 +217,8 @@ class FileFolders(VisibleFiles):
         records = self._own_records(source)
         if self.exists(target):
             raise CheckpointExistsError(
-                f"{self._store.uri(source)} can't be renamed to this name, which exists: remove "
-                "it, or save to another location",
+                f"{self._store.uri(source)} can't be renamed to {self._store.uri(target)}, which "
+                "exists: remove that folder, or save to another location",
                 uri=self._store.uri(target),
             )
         self._commit(records, source, target)

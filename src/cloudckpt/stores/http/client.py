@@ -93,7 +93,7 @@ class _Ours(http.client.HTTPConnection):
     raw_sock: socket.socket | None = None
 
     def close(self) -> None:
-        """Closes the connection, and also its response if no caller has received that.
+        """Closes the connection, and its last response if there is one.
 
         Such a response would keep the socket open: the connection forgets its socket if the
         response ends with it, and also if the watch cut the headers off.
