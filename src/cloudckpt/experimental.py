@@ -25,11 +25,7 @@ from torch.distributed.checkpoint._experimental import (
 from torch.distributed.checkpoint._experimental.barriers import Barrier
 
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.errors import (
-    CheckpointError,
-    ShapeMismatchError,
-    UnsupportedTensorError,
-)
+from cloudckpt.errors import CheckpointError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.broadcast import check_fillable
 from cloudckpt.torch_files.torch_file import load_torch_file, write_torch_file
@@ -173,8 +169,8 @@ class CloudCheckpointReader(CheckpointReader):
         rank = self._rank_info.global_rank
         if state_dict is not None and map_location is None:
             map_location = "cpu"
+        stats, missing = TransferStats(str(uri), rank), list[str]()
         with Span("load", str(uri), rank) as span:
-            stats = TransferStats(str(uri), rank)
             try:
                 found = load_torch_file(
                     uri,
@@ -183,81 +179,73 @@ class CloudCheckpointReader(CheckpointReader):
                     map_location=map_location,
                     trust_pickle=self.trust_pickle,
                 )
-                if state_dict is None:
-                    return found, []
-                merging = _Merging(str(uri))
-                updated = merging.merged(state_dict, found)
+                if state_dict is not None:
+                    found = _merged(state_dict, found, "", str(uri), missing)
             finally:
                 self.transferred = stats.snapshot()
                 span.nbytes = self.transferred.nbytes
-        missing = merging.missing
         if missing:
-            more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
             logger.warning(
-                "%s: the file lacks the keys %s%s of the state dict; "
-                "their values stay as they were",
+                "%s: the file lacks %d keys of the state dict, such as %s; their values stay as "
+                "they were",
                 uri,
+                len(missing),
                 missing[:10],
-                more,
             )
-        return updated, missing
+        return found, missing
 
 
-class _Merging:
-    """Copies a file's values into a state dict.
+def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -> Any:
+    """Returns ``target`` filled with the file's values; for None, the file's value itself.
 
     Args:
+        target: A value of the state dict.
+        source: The value of the file at the same place.
+        path: The place, for messages.
         uri: The file, for messages.
-
-    Attributes:
-        missing: The keys of the state dict that the file lacks.
+        missing: Takes the keys of the state dict that the file lacks.
     """
+    if target is None:
+        return source
+    kinds: tuple[type[Any], ...] = (torch.Tensor, dict, type(source))
+    if not isinstance(target, next(kind for kind in kinds if isinstance(source, kind))):
+        raise CheckpointError(
+            f"{path} is a {type(target).__name__} in the state dict, but the file has a "
+            f"{type(source).__name__} there",
+            uri=uri,
+            item=path,
+        )
+    if isinstance(source, torch.Tensor):
+        _fill(target, source, path, uri)
+        return target
+    if isinstance(source, dict):
+        for key in list(target):
+            below = f"{path}.{key}" if path else str(key)
+            if key in source:
+                target[key] = _merged(target[key], source[key], below, uri, missing)
+            else:
+                missing.append(below)
+        return target
+    if isinstance(source, list):
+        pairs = enumerate(itertools.zip_longest(target, source))
+        return [_merged(one, it, f"{path}[{at}]", uri, missing) for at, (one, it) in pairs]
+    return source
 
-    def __init__(self, uri: str) -> None:
-        self.missing: list[str] = []
-        self._uri = uri
 
-    def merged(self, target: Any, source: Any, path: str = "") -> Any:
-        """Returns `target` filled with the file's values; for None, the file's value itself."""
-        if target is None:
-            return source
-        kinds: tuple[type[Any], ...] = (torch.Tensor, dict, type(source))
-        if not isinstance(target, next(kind for kind in kinds if isinstance(source, kind))):
-            raise CheckpointError(
-                f"{path} is a {type(target).__name__} in the state dict, but the file has a "
-                f"{type(source).__name__} there",
-                uri=self._uri,
+def _fill(target: torch.Tensor, source: torch.Tensor, path: str, uri: str) -> None:
+    """Copies a tensor of the file into one of the state dict, which must be of the same kind."""
+    for attribute in ("shape", "dtype", "layout"):
+        ours, theirs = getattr(target, attribute), getattr(source, attribute)
+        if ours != theirs:
+            kind = UnsupportedTensorError if attribute == "layout" else ShapeMismatchError
+            raise kind(
+                f"{path} has the {attribute} {theirs} in the file, but {ours} in the state "
+                "dict: put None there to load it as it is",
+                uri=uri,
                 item=path,
             )
-        if isinstance(source, torch.Tensor):
-            return self._filled(target, source, path)
-        if isinstance(source, dict):
-            for key in list(target):
-                below = f"{path}.{key}" if path else str(key)
-                if key in source:
-                    target[key] = self.merged(target[key], source[key], below)
-                else:
-                    self.missing.append(below)
-            return target
-        if isinstance(source, list):
-            pairs = enumerate(itertools.zip_longest(target, source))
-            return [self.merged(one, found, f"{path}[{at}]") for at, (one, found) in pairs]
-        return source
-
-    def _filled(self, target: torch.Tensor, source: torch.Tensor, path: str) -> torch.Tensor:
-        for attribute in ("shape", "dtype", "layout"):
-            ours, theirs = getattr(target, attribute), getattr(source, attribute)
-            if ours != theirs:
-                kind = UnsupportedTensorError if attribute == "layout" else ShapeMismatchError
-                raise kind(
-                    f"{path} has the {attribute} {theirs} in the file, but {ours} in the state "
-                    "dict: put None there to load it as it is",
-                    uri=self._uri,
-                    item=path,
-                )
-        check_fillable(target, path, self._uri)
-        copy_into(target, source)
-        return target
+    check_fillable(target, path, uri)
+    copy_into(target, source)
 
 
 def _rank_info() -> RankInfo:

@@ -179,7 +179,7 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
     room = bytearray(pinned.info.size)
     for is_last in (False, True):
         if room:
-            pinned.read([(0, torch.frombuffer(room, dtype=torch.uint8))])
+            pinned.read(0, torch.frombuffer(room, dtype=torch.uint8))
         if not config.verify or _is_as_stored(store, pinned.info, room, config):
             break
         if is_last:

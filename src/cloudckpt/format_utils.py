@@ -147,13 +147,9 @@ def dcp_to_torch_save(
         StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
     config = config_or_default(config)
-    file = CheckpointURI.parse(target)
-    if file == CheckpointURI.parse(source):
-        raise InvalidURIError(
-            f"{file} is both the checkpoint and the target: choose another target"
-        )
+    uri, file = _both_ends(source, target)
     check_destination(file, config)
-    reader = CloudStorageReader(source, config=config, trust_pickle=trust_pickle)
+    reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
     return write_torch_file(_content_of(reader), file, config)
 
 
@@ -190,7 +186,8 @@ def dcp_to_dcp(
         StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
     config = config_or_default(config)
-    uri, to = _both_ends(source, target, config)
+    uri, to = _both_ends(source, target)
+    _check_target(to, config)
     reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
     state = _content_of(reader)
     assert reader.commit is not None  # the load above has read it
@@ -205,23 +202,21 @@ def _content_of(reader: CloudStorageReader) -> dict[Any, Any]:
     return planner.content(reader.structure)
 
 
-def _both_ends(
-    source: URILike, target: URILike, config: Config
-) -> tuple[CheckpointURI, CheckpointURI]:
-    """Parses source and target of a conversion, and checks that the target may be written.
-
-    It raises before the whole source is read; the commit checks again.
-    """
+def _both_ends(source: URILike, target: URILike) -> tuple[CheckpointURI, CheckpointURI]:
     uri, to = CheckpointURI.parse(source), CheckpointURI.parse(target)
     if uri == to:
         raise InvalidURIError(f"{uri} is both the source and the target: choose another target")
+    return uri, to
+
+
+def _check_target(to: CheckpointURI, config: Config) -> None:
+    """Refuses a target before the whole source is read; the commit checks it again."""
     if not config.overwrite and exists(to, config=config):
         raise CheckpointExistsError(
             "a checkpoint already exists here and overwrite is off: delete it, or write to "
             "another location",
             uri=str(to),
         )
-    return uri, to
 
 
 def torch_save_to_dcp(
@@ -257,21 +252,22 @@ def torch_save_to_dcp(
         StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
     config = config_or_default(config)
-    uri, location = _both_ends(source, target, config)
-    state = retry_if_replaced(lambda: _load_file(uri, config, trust_pickle))
+    uri, to = _both_ends(source, target)
+    _check_target(to, config)
+
+    def load() -> Any:
+        stats = TransferStats(str(uri))
+        with Span("load", str(uri), 0) as span:
+            try:
+                return load_torch_file(uri, config, stats, trust_pickle=trust_pickle)
+            finally:
+                span.nbytes = stats.snapshot().nbytes
+
+    state = retry_if_replaced(load)
     if not isinstance(state, dict):
         raise CheckpointError(
             f"the file contains a {type(state).__name__}, but only a dict can be converted to a "
             "checkpoint: save a state_dict() instead",
             uri=str(uri),
         )
-    return save(state, checkpoint_id=location, no_dist=True, config=config)
-
-
-def _load_file(uri: CheckpointURI, config: Config, trust_pickle: bool) -> Any:
-    stats = TransferStats(str(uri))
-    with Span("load", str(uri), 0) as span:
-        try:
-            return load_torch_file(uri, config, stats, trust_pickle=trust_pickle)
-        finally:
-            span.nbytes = stats.snapshot().nbytes
+    return save(state, checkpoint_id=to, no_dist=True, config=config)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import operator
+import itertools
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from cloudckpt.checkpoint.shard import travels_as_bytes
-from cloudckpt.checkpoint.torch_private import (
-    device_for_collectives,
-    flatten_state_dict,
-)
+from cloudckpt.checkpoint.torch_private import device_for_collectives, flatten_state_dict
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.load_plan import check_types, conversions
@@ -38,11 +34,15 @@ from cloudckpt.errors import (
 from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.torch_file import load_torch_file
 from cloudckpt.transfer.landing import copy_into
-from cloudckpt.transfer.memory import settled, why_not_filled
+from cloudckpt.transfer.memory import PLAIN, settled, why_not_filled
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
+
+
+_Target = tuple[ReadItem, torch.Tensor]
+"""A tensor of this rank, and the part of the whole tensor that it is filled with."""
 
 
 class _Script(NamedTuple):
@@ -57,14 +57,6 @@ class _Script(NamedTuple):
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     values: dict[str, bytes]
     world: int
-
-
-class _Target(NamedTuple):
-    """A tensor of this rank, and the region of a tensor in the file that it is filled with."""
-
-    item: ReadItem
-    tensor: torch.Tensor
-    offsets: tuple[int, ...]
 
 
 class BroadcastingTorchSaveReader(OurReader):
@@ -180,18 +172,16 @@ class BroadcastingTorchSaveReader(OurReader):
 
     def _script(self, kinds: Mapping[str, LoadItemType], world: int) -> _Script:
         script = _Script({}, {}, world)
-        missing = [fqn for fqn in kinds if fqn not in self._content]
-        if missing:
-            count = "1 key is" if len(missing) == 1 else f"{len(missing)} keys are"
+        if missing := [fqn for fqn in kinds if fqn not in self._content]:
             raise MissingKeyError(
-                f"{count} not in the file, the first: {missing[:5]}. The file has "
-                f"{list(self._content)[:5]}…; remove the missing keys from the state dict",
+                f"the file lacks {len(missing)} keys of the state dict, the first: {missing[:5]}. "
+                f"It has {list(self._content)[:5]}…; remove the missing keys from the state dict",
                 uri=self.checkpoint_id,
                 item=missing[0],
             )
         for fqn, kind in kinds.items():
             stored = self._content[fqn]
-            if why := _why_not_sent(stored, kind):
+            if why := _why_not_sent(stored, kind != LoadItemType.BYTE_IO):
                 raise UnsupportedTensorError(
                     f"{fqn} in the file {why}", uri=self.checkpoint_id, item=fqn
                 )
@@ -238,7 +228,7 @@ class BroadcastingTorchSaveReader(OurReader):
         targets: dict[str, list[_Target]] = {}
         with _kept(failures):
             targets = self._targets(script, plan, planner)
-            found = {fqn: of[0].tensor for fqn, of in targets.items()}
+            found = {fqn: tensor for fqn, [(_, tensor), *_] in targets.items()}
             types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
             check_types(conversions(found, types.get), str(self._uri), logs=bool(self._content))
         for fqn, (dtype, shape) in script.tensors.items():
@@ -253,15 +243,14 @@ class BroadcastingTorchSaveReader(OurReader):
             if script.world > 1 and whole.numel():
                 dist.broadcast(whole.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
             with _kept(failures):
-                for _, tensor, offsets in targets.get(fqn, ()):
-                    ends = map(operator.add, offsets, tensor.shape)
-                    copy_into(tensor, whole[tuple(map(slice, offsets, ends))])
+                for item, tensor in targets.get(fqn, ()):
+                    copy_into(tensor, whole[_region(item)])
         if failures:
             raise failures[0]
         if failed:
             return
-        for target in (one for of in targets.values() for one in of):
-            planner.commit_tensor(target.item, target.tensor)
+        for item, tensor in itertools.chain.from_iterable(targets.values()):
+            planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(script.values[item.storage_index.fqn]))
@@ -286,30 +275,35 @@ class BroadcastingTorchSaveReader(OurReader):
             UnsupportedTensorError: If a tensor can't be loaded into.
         """
         found: dict[str, list[_Target]] = {}
-        entries = getattr(getattr(planner, "metadata", None), "state_dict_metadata", {})
+        metadata = cast(DefaultLoadPlanner, planner).metadata
+        assert metadata is not None  # made from the state dict
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
-            fqn, start = item.storage_index.fqn, item.storage_index.offset
-            begin = start if start is not None else (0,) * len(item.storage_offsets)
-            # the planner's chunks are those of the state dict; the file has whole tensors
-            offsets = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
-            tensor, (_, stored) = (
-                settled(planner.resolve_tensor(item)).detach(),
-                script.tensors[fqn],
-            )
-            wanted = tuple(getattr(entries.get(fqn), "size", stored))
-            ends = [at + length for at, length in zip(offsets, tensor.shape, strict=False)]
-            fits = len(stored) == tensor.dim() and all(map(int.__le__, ends, stored))
-            if wanted != stored or not fits:
+            fqn = item.storage_index.fqn
+            entry, (_, stored) = metadata.state_dict_metadata[fqn], script.tensors[fqn]
+            assert isinstance(entry, TensorStorageMetadata)
+            if tuple(entry.size) != stored:
                 raise ShapeMismatchError(
-                    f"{fqn} has shape {stored} in the file, but {wanted} in the state dict",
+                    f"{fqn} has shape {stored} in the file, but {tuple(entry.size)} in the state "
+                    "dict",
                     uri=self.checkpoint_id,
                     item=fqn,
                 )
+            tensor = settled(planner.resolve_tensor(item)).detach()
             check_fillable(tensor, fqn, str(self._uri))
-            found.setdefault(fqn, []).append(_Target(item, tensor, offsets))
+            found.setdefault(fqn, []).append((item, tensor))
         return found
+
+
+def _region(item: ReadItem) -> tuple[slice, ...]:
+    """Returns where the elements of an item are in the whole tensor, which the file has.
+
+    The planner's chunks are those of the state dict, and offsets are counted in them.
+    """
+    begin = item.storage_index.offset or (0,) * len(item.lengths)
+    parts = zip(begin, item.storage_offsets, item.lengths, strict=True)
+    return tuple(slice(first + offset, first + offset + size) for first, offset, size in parts)
 
 
 def check_fillable(tensor: torch.Tensor, name: str, uri: str) -> None:
@@ -325,25 +319,23 @@ def check_fillable(tensor: torch.Tensor, name: str, uri: str) -> None:
         )
 
 
-def _why_not_sent(stored: Any, kind: LoadItemType) -> str:
-    """Returns why an entry can't be loaded as the planned kind of item; empty if it can be."""
-    wants_tensor = kind != LoadItemType.BYTE_IO
+def _why_not_sent(stored: Any, wants_tensor: bool) -> str:
+    """Returns why an entry can't be loaded as it is planned; empty if it can be."""
     if isinstance(stored, torch.Tensor) != wants_tensor:
         wanted = "a tensor" if wants_tensor else "none"
         return f"is a {type(stored).__name__}, but the state dict has {wanted} for it"
-    if not wants_tensor:
-        if any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(stored)):
-            return (
-                "contains tensors, but the planner asks for it as one value: use a planner "
-                "that flattens the state dict, and give the state dict the structure of the "
-                "file"
-            )
-        return ""
-    is_plain = type(stored) in (torch.Tensor, torch.nn.Parameter) and not stored.is_quantized
-    if not is_plain or stored.layout != torch.strided:
+    if wants_tensor and (
+        type(stored) not in PLAIN or stored.is_quantized or stored.layout != torch.strided
+    ):
         return (
             f"is a {type(stored).__name__} of layout {stored.layout}, which can't be sharded: "
             "convert it to a dense tensor and save it again"
+        )
+    leaves = () if wants_tensor else torch.utils._pytree.tree_leaves(stored)
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return (
+            "contains tensors, but the planner asks for it as one value: use a planner that "
+            "flattens the state dict, and give the state dict the structure of the file"
         )
     return ""
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from cloudckpt.checksum import Blocks
 from cloudckpt.config import MIB, Config
-from cloudckpt.errors import CheckpointCorruptError, InvalidURIError, PreconditionFailedError
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, RangeReader
+from cloudckpt.errors import CheckpointCorruptError, InvalidURIError
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import StoredBytes, TensorSink, Wanted
@@ -45,7 +44,7 @@ def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
     return open_store(uri, config), uri.prefix
 
 
-class PinnedObject(RangeReader):
+class PinnedObject:
     """Reads one version of an object: a read after a replacement of the object raises.
 
     Attributes:
@@ -72,71 +71,31 @@ class PinnedObject(RangeReader):
         Raises:
             ObjectNotFoundError: If the object does not exist.
         """
-        self.key = key
-        self._store = store
-        self._config = config
-        self._stats = stats
-        self._blocks = blocks
+        self._store, self._config, self._stats = store, config, stats
         self.grain = 1 if blocks is None or not config.verify else blocks.size
         retrier = Retrier(config.retry, on_retry=stats.add_retry)
         self.info: ObjectInfo = retrier.call(lambda: store.head(key))
+        size = self.info.size
+        self._whole = StoredBytes(key, 0, size, blocks, size, key, self.info.version)
 
-    def read(self, ranges: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Fills byte tensors with ranges of the object, over parallel connections.
-
-        Args:
-            ranges: The byte tensors, each with the offset of its first byte in the object.
+    def read(self, start: int, room: torch.Tensor) -> None:
+        """Fills a byte tensor with the object's bytes from ``start``, over parallel connections.
 
         Raises:
             CheckpointCorruptError: If bytes do not match their checksums.
             CheckpointReplacedError: If the object was replaced or deleted since this was made.
             StoreError: If the store refuses or stays unreachable.
         """
-        key, size = self.key, self.info.size
-        whole = StoredBytes(key, 0, size, self._blocks, size, key)
-        wanted = [
-            Wanted(whole, start, start + room.nbytes, TensorSink(room, torch.uint8), True)
-            for start, room in ranges
-        ]
+        sink = TensorSink(room, torch.uint8)
+        wanted = Wanted(self._whole, start, start + room.nbytes, sink, True)
         # small requests, so that all connections are used
-        few = sum(room.nbytes for _, room in ranges) < _REQUESTS * _REQUEST
-        request_size = _REQUEST if few else None
+        request_size = _REQUEST if room.nbytes < _REQUESTS * _REQUEST else None
         try:
-            download(self, wanted, self._config, self._stats, request_size=request_size)
+            download(self._store, [wanted], self._config, self._stats, request_size=request_size)
         except CheckpointCorruptError as error:
-            uri = self._store.uri(key)
+            uri = self._store.uri(self.info.key)
             check_unchanged(self._store, self.info, uri, self._config.retry, error)
             raise
-
-    def get_range(
-        self,
-        key: str,
-        start: int,
-        into: Sequence[memoryview],
-        *,
-        if_version: str | None = None,
-        progress: Progress | None = None,
-    ) -> ObjectInfo:
-        """Reads a range as :meth:`RangeReader.get_range` does, of the pinned version only."""
-        version = if_version or self.info.version
-        found = self._store.get_range(key, start, into, if_version=version, progress=progress)
-        if found.version != self.info.version:  # the store has ignored the condition
-            raise PreconditionFailedError(
-                "the object was replaced while it was read: open it again", uri=self._store.uri(key)
-            )
-        return found
-
-    def interrupt(self, threads: Collection[int]) -> None:
-        """Interrupts requests of threads, as the store does."""
-        self._store.interrupt(threads)
-
-    def moved(self, threads: Collection[int]) -> Sequence[int] | None:
-        """Returns the bytes that threads' connections have moved, as the store does."""
-        return self._store.moved(threads)
-
-    def uri(self, key: str) -> str:
-        """Returns the URI of a key in the store."""
-        return self._store.uri(key)
 
 
 class ObjectFile(io.RawIOBase):
@@ -193,7 +152,7 @@ class ObjectFile(io.RawIOBase):
 
     def _fill(self, view: memoryview) -> None:
         if view.nbytes >= self._largest:
-            self._object.read([(self._at, torch.frombuffer(view, dtype=torch.uint8))])
+            self._object.read(self._at, torch.frombuffer(view, dtype=torch.uint8))
             return
         stop = self._at + view.nbytes
         if self._at < self._first or stop > self._first + self._window.nbytes:
@@ -212,5 +171,5 @@ class ObjectFile(io.RawIOBase):
             first = first // grain * grain
             size = stop - first
         window = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._object.read([(first, window)])
+        self._object.read(first, window)
         self._first, self._window = first, window

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 from collections.abc import Callable
 from types import TracebackType
@@ -15,18 +14,15 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import Checks, Piece, choose_part_size
-from cloudckpt.transfer.pool import Lease
+from cloudckpt.transfer.pool import Lease, MemoryPool
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, creates_only
+from cloudckpt.transfer.upload import NamedUpload, ObjectUpload, creates_only
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 __all__ = ["WrittenFile"]
-
-logger = logging.getLogger("cloudckpt")
 
 _PARTS_IN_BUDGET = 6  # see choose_part_size
 _UNCOPIED = 64 * 1024  # bytes; smaller writes are copied, which is cheaper than a separate piece
@@ -75,24 +71,21 @@ class WrittenFile(io.BufferedIOBase):
         self._at = 0
         self._uri = store.uri(key)
         self._process = os.getpid()
-        limits = store.capabilities
+        limits, width = store.capabilities, config.requests_at_once
         least = expected // (limits.max_parts * 9 // 10)
         wanted = config.part_size and max(config.part_size, least)
         budget = max(config.memory_budget, _PARTS_IN_BUDGET * least)
-        width = config.requests_at_once
         size = choose_part_size(expected, wanted, limits, connections=width, copied=budget)
         self._most = size * limits.max_parts
         self._group = group = TaskGroup(width, name="cloudckpt-save", interrupt=store.interrupt)
-        self._pool = StagingPool(budget, group.cancellation)
+        self._pool = MemoryPool(budget, group.cancellation)
         self._slab: Lease | None = None
-        self._filled = 0
-        self._checks = checks
-        self._is_immutable = is_immutable
+        self._checks, self._is_immutable = checks, is_immutable
         stats = stats or TransferStats(self._uri)
         retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
         self._upload: ObjectUpload | None
         if checks is None:
-            self._upload = _NamedUpload(store, key, size, group, retrier, stats)
+            self._upload = NamedUpload(store, key, size, group, retrier, stats)
         else:
             only = creates_only(store, config)
             self._upload = ObjectUpload(store, key, size, group, retrier, stats, create_only=only)
@@ -115,11 +108,10 @@ class WrittenFile(io.BufferedIOBase):
         if self._upload is not None:
             try:
                 self._send(self._upload, view)
-            except BaseException as error:  # noqa: BLE001 - raised below, or why it was cancelled
-                self._end(error)
-            else:
                 self._at += view.nbytes
                 return view.nbytes
+            except BaseException as error:  # noqa: BLE001 - raised below, or why it was cancelled
+                self._end(error)
         assert self.failure is not None  # it has ended before it was closed
         raise self.failure
 
@@ -137,20 +129,19 @@ class WrittenFile(io.BufferedIOBase):
             return
         while view.nbytes:
             if self._slab is None:
-                self._slab, _ = self._pool.reserve(self._pool.slab_bytes)
-                self._filled = 0
-            count = min(view.nbytes, self._pool.slab_bytes - self._filled)
-            self._slab.view[self._filled : self._filled + count] = view[:count]
-            self._filled += count
-            view = view[count:]
-            if self._filled == self._pool.slab_bytes:
+                self._slab = self._pool.take(self._pool.slab_bytes)
+            slab, first = self._slab, self._slab.used
+            slab.used = min(first + view.nbytes, self._pool.slab_bytes)
+            copied, view = view[: slab.used - first], view[slab.used - first :]
+            slab.view[first : slab.used] = copied
+            if slab.used == self._pool.slab_bytes:
                 self._send_slab(upload)
 
     def _send_slab(self, upload: ObjectUpload) -> None:
         """Sends the slab that is being filled, if there is one."""
         if self._slab is not None:
             slab, self._slab = self._slab, None
-            upload.write(Piece(slab.view[: self._filled], self._checks, upload.position, slab))
+            upload.write(Piece(slab.view[: slab.used], self._checks, upload.position, slab))
 
     def close(self) -> None:
         """Sends the rest, and makes the object visible.
@@ -217,17 +208,3 @@ class WrittenFile(io.BufferedIOBase):
     def __del__(self) -> None:
         if hasattr(self, "_upload"):  # missing if __init__ has raised
             self.discard()
-
-
-class _NamedUpload(ObjectUpload):
-    """An upload to a key that the user chose: other uploads to that key are not aborted."""
-
-    def abandon(self) -> None:
-        self.abort()
-
-    def _abort_twins(self) -> None:
-        # at a key that is not random, it may be the upload of another program
-        logger.warning(
-            "%s: an empty multipart upload could not be aborted; cloudckpt sweep aborts it later",
-            self._store.uri(self.key),
-        )

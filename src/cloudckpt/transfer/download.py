@@ -147,7 +147,7 @@ class Receiver:
         self._store = store
         self._retrier = retrier
         self._progress = progress
-        self._seen: dict[str, ObjectInfo] = {}
+        self._seen: dict[str, str] = {}  # the version of each object
         self._lock = threading.Lock()
 
     def receive(
@@ -177,8 +177,7 @@ class Receiver:
         """
         at, rest = start, list(views)
         with self._lock:
-            seen = self._seen.get(key)
-        version = seen.version if seen is not None else version
+            version = self._seen.get(key, version)
 
         def once() -> ObjectInfo:
             nonlocal at, rest, version
@@ -197,11 +196,11 @@ class Receiver:
         except tuple(_REASONS) as error:
             raise self._changed(_REASONS[type(error)], key, item, error) from error
         with self._lock:
-            first = self._seen.setdefault(key, info)
+            first = self._seen.setdefault(key, version or info.version)
         if size not in (None, info.size):
             what = f"the object has {info.size} bytes instead of {size}"
             raise self._changed(what, key, item)
-        if first.version != info.version:
+        if first != info.version:  # some stores ignore the condition
             raise self._changed("the object was replaced while it was read", key, item)
 
     def _changed(

@@ -29,7 +29,7 @@ from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["ObjectUpload", "clear_away", "creates_only", "put_whole", "written"]
+__all__ = ["NamedUpload", "ObjectUpload", "clear_away", "creates_only", "put_whole", "written"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -314,6 +314,20 @@ class ObjectUpload:
         info = written(self._store, self.key, attempt, self._retrier.policy)
         known = None if info is None else info.checksum
         return info if checksum is None or known in (None, checksum) else None
+
+
+class NamedUpload(ObjectUpload):
+    """An upload to a key that the user chose, where other programs may write as well."""
+
+    def abandon(self) -> None:
+        """Aborts the upload; an object at the key, and other uploads to it, stay."""
+        self.abort()
+
+    def _abort_twins(self) -> None:
+        logger.warning(
+            "%s: an empty multipart upload could not be aborted; cloudckpt sweep aborts it later",
+            self._store.uri(self.key),
+        )
 
 
 def _abort(store: ObjectStore, upload: Upload, policy: RetryPolicy) -> None:
