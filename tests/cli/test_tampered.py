@@ -13,7 +13,7 @@ import torch
 import cloudckpt
 from cloudckpt import Config
 from cloudckpt.errors import CheckpointCorruptError
-from runs.test_bad_input import managed
+from runs.managed import managed
 
 
 def flip(path: Path, *places: int) -> None:

@@ -80,7 +80,8 @@ class Job:
     hook: Killed
     seen: Claimed | None
     max_to_keep: int | None
-    by_loss: bool
+    by_loss: str
+    keep_abandoned: bool
     claim: Claimed | None = None
     head: Commit | None = None  # what its next save continues
     has_restored: bool = False
@@ -92,10 +93,14 @@ def state(value: float) -> dict:
     return {"w": torch.full((64,), float(value)), "frozen": torch.arange(64.0)}
 
 
-def rules(keep: int | None, by_loss: bool) -> dict[str, Any]:
+BY_LOSS = st.sampled_from(["", "best_to_keep", "max_to_keep"])
+"""Empty if the newest are kept, otherwise the option that says how many of the best."""
+
+
+def rules(keep: int | None, by_loss: str) -> dict[str, Any]:
     """What is kept, as options."""
     if by_loss:
-        return {"best_to_keep": keep, "best_metric": "loss", "best_mode": "min"}
+        return {by_loss: keep, "best_metric": "loss", "best_mode": "min"}
     return {"max_to_keep": keep}
 
 
@@ -150,7 +155,12 @@ class Lines(RuleBasedStateMachine):
             line = known[max(known)].chain()  # as if there were no claim
         return {step: one for step, one in sorted(known.items()) if one in line}
 
-    def unneeded(self, max_to_keep: int | None, by_loss: bool) -> list[int]:
+    def abandoned(self) -> list[int]:
+        """The readable steps that are not on the line."""
+        readable = {step for step, one in self.run.steps.items() if not one.is_unread}
+        return sorted(readable - self.on_line().keys())
+
+    def unneeded(self, max_to_keep: int | None, by_loss: str) -> list[int]:
         line = self.on_line()
         if max_to_keep is None or not line:
             return []
@@ -174,10 +184,11 @@ class Lines(RuleBasedStateMachine):
 
     @rule(
         max_to_keep=st.sampled_from([None, None, 1, 2]),
-        by_loss=st.booleans(),
+        by_loss=BY_LOSS,
         incremental=st.booleans(),
+        keep_abandoned=st.booleans(),
     )
-    def begins(self, max_to_keep, by_loss, incremental) -> None:
+    def begins(self, max_to_keep, by_loss, incremental, keep_abandoned) -> None:
         if len(self.jobs) == MOST_JOBS:
             self.jobs.pop(0).manager.close()
         hook = Killed()
@@ -185,43 +196,54 @@ class Lines(RuleBasedStateMachine):
             self.uri,
             **rules(max_to_keep, by_loss),
             incremental=incremental,
+            keep_abandoned=keep_abandoned,
             checkpointer=CheckpointerConfig(commit_hook=hook, config=self.config),
         )
-        self.jobs.append(Job(manager, hook, self.run.claim, max_to_keep, by_loss))
+        options = max_to_keep, by_loss, keep_abandoned
+        self.jobs.append(Job(manager, hook, self.run.claim, *options))
 
     def job(self, data: st.DataObject) -> Job:
         return self.jobs[data.draw(st.integers(0, len(self.jobs) - 1))]
 
     @precondition(lambda self: self.jobs)
-    @rule(data=st.data(), further=st.integers(1, 3), loss=st.integers(0, 9), dies=st.booleans())
-    def saves_a_step(self, data, further, loss, dies) -> None:
+    @rule(
+        data=st.data(),
+        further=st.integers(1, 3),
+        loss=st.integers(0, 9),
+        dies=st.booleans(),
+        force=st.booleans(),
+    )
+    def saves_a_step(self, data, further, loss, dies, force) -> None:
         job = self.job(data)
         step = job.step + further
         self.saves += 1
         one = Commit(step, self.saves, loss, job.head)
         expected: type[CloudCheckpointError] | None = None
-        is_there = step in self.run.steps
+        is_refused = step in self.run.steps and not job.has_restored and not force
         if not self.claims(job, job.head):
             # a hook, and what is at the location, come before the last look at the claim
-            is_other = dies or (is_there and not job.has_restored)
+            is_other = dies or is_refused
             expected = CloudCheckpointError if is_other else CheckpointConflictError
-        elif is_there and not job.has_restored:
+        elif is_refused:
             expected = CheckpointExistsError
         elif dies:
             expected = CloudCheckpointError
         job.hook.is_due = dies
-        metrics = {"loss": float(loss)}
+        options = {"metrics": {"loss": float(loss)}, "force": force}
         if expected is not None:
             with pytest.raises(expected):
-                job.manager.save(step, state(one.value), metrics=metrics)
+                job.manager.save(step, state(one.value), **options)
             return
-        assert job.manager.save(step, state(one.value), metrics=metrics)
+        assert job.manager.save(step, state(one.value), **options)
         job.manager.wait_until_finished()
         assert job.claim is not None
         self.run.steps[step] = job.claim.newest = job.head = one
         job.step = step
-        for gone in self.unneeded(job.max_to_keep, job.by_loss):
-            del self.run.steps[gone]
+        gone = self.unneeded(job.max_to_keep, job.by_loss)
+        if job.has_restored and not job.keep_abandoned:
+            gone += self.abandoned()
+        for step in gone:
+            del self.run.steps[step]
 
     def loads(self, job: Job, step: int | None) -> None:
         """Has a job restore a step, or the newest."""
@@ -278,11 +300,11 @@ class Lines(RuleBasedStateMachine):
         job.manager.delete(step)
         del self.run.steps[step]
 
-    @rule(keep=st.integers(1, 2), by_loss=st.booleans(), abandoned=st.booleans())
+    @rule(keep=st.integers(1, 2), by_loss=BY_LOSS, abandoned=st.booleans())
     def prunes(self, keep, by_loss, abandoned) -> None:
         line = self.on_line()
-        others = [step for step, one in self.run.steps.items() if not one.is_unread]
-        by_loss = by_loss and any(one.loss < math.inf for one in line.values())
+        if not any(one.loss < math.inf for one in line.values()):
+            by_loss = ""
         options = rules(keep, by_loss) | {"abandoned": abandoned, "config": self.config}
         expected = self.unneeded(keep, by_loss)
         if expected and self.run.steps[max(self.run.steps)].is_unread:
@@ -290,7 +312,7 @@ class Lines(RuleBasedStateMachine):
                 prune(self.uri, **options)
             return
         if abandoned:
-            expected += sorted(set(others) - line.keys())
+            expected += self.abandoned()
         found = prune(self.uri, **options)
         assert found == [str(self.step_at(step)) for step in expected]
         for step in expected:

@@ -13,45 +13,18 @@ import uuid
 from dataclasses import replace
 
 import pytest
-import torch
 
 import cloudckpt
-from cloudckpt import CheckpointManager, Config
-from cloudckpt.checkpointer import CheckpointerConfig
-from cloudckpt.errors import (
-    AccessDeniedError,
-    InvalidURIError,
-)
-from cloudckpt.runs import Preemption, prune, sweeping
+from cloudckpt import Config
+from cloudckpt.errors import AccessDeniedError, InvalidURIError
+from cloudckpt.runs import prune, sweeping
+from runs.managed import fill, managed, restored, save
 from support import memory_store
 from support.memory_store import MemoryStore
 from support.wire.faults import s3_error
 from support.wire.proxy import FaultyProxy
 
 DENIED = s3_error(403, "AccessDenied")
-
-
-def managed(run, config: Config | None = None, **options) -> CheckpointManager:
-    made = CheckpointerConfig(config=config)
-    quiet = Preemption(signals=())
-    return CheckpointManager(
-        str(run), asynchronous=False, preemption=quiet, checkpointer=made, **options
-    )
-
-
-def fill(run, *steps: int, config: Config | None = None, **options) -> None:
-    with managed(run, config, **options) as manager:
-        for step in steps:
-            state = {"w": torch.full((300,), float(step)), "step": step}
-            manager.save(step, state, metrics={"loss": 1 / step})
-
-
-def restored(run, config: Config | None = None, **options) -> int | None:
-    state = {"w": torch.zeros(300), "step": 0}
-    with managed(run, config, **options) as manager:
-        found = manager.restore(state)
-    assert found is None or (state["step"], state["w"][0].item()) == (found, float(found))
-    return found
 
 
 def listed(run, config: Config | None = None, **options) -> list[tuple[str, bool]]:
@@ -81,7 +54,7 @@ def test_folders_of_strangers_are_passed_over_whatever_they_are_called(
         s3_client.put_object(Bucket=bucket, Key=f"run/{name}", Body=b"mine")
     assert listed(run, s3_config) == [("step-1", True), ("step-2", True)]
     assert cloudckpt.latest(run, config=s3_config) == f"{run}/step-2"
-    assert restored(run, s3_config) == 2
+    assert restored(run, s3_config) == (2, 2)
     assert prune(run, dry_run=True, max_to_keep=1, config=s3_config) == [f"{run}/step-1"]
     cloudckpt.delete(f"{run}/step-1", config=s3_config)
     assert cloudckpt.sweep(run, older_than=0, config=s3_config).objects == ()
@@ -111,7 +84,7 @@ def test_a_clock_that_is_wrong_by_hours_changes_nothing(monkeypatch, whose, wron
     store.put(leftover, [memoryview(b"of a save under way")], checksum=0)
     assert cloudckpt.sweep(run).objects == ()  # it is young, by the clock that has written it
     assert listed(run) == [("step-2", True), ("step-3", True), ("step-4", False)]
-    assert restored(run) == 3
+    assert restored(run) == (3, 3)
     assert cloudckpt.sweep(run, older_than=-1.0).objects == (f"{store.root}/{leftover}",)
 
 
@@ -148,9 +121,9 @@ def test_under_a_policy_that_lets_nothing_be_replaced_or_deleted_a_job_goes_on(
         fill(run, 1, config=config, max_to_keep=1)
         fill(run, 2, 3, config=config, max_to_keep=1)  # the next job
         assert "would not be noticed" in caplog.text
-        assert restored(run, config) == 3
+        assert restored(run, config) == (3, 3)
         with pytest.raises(AccessDeniedError, match=r"\.metadata"), managed(run, config) as manager:
-            manager.save(2, {"w": torch.zeros(300), "step": 2}, force=True)
+            save(manager, 2, force=True)
         assert cloudckpt.verify(f"{run}/step-2", config=config).items == 2
 
 
@@ -170,7 +143,7 @@ def test_a_bucket_with_versions_or_a_lock_is_used_like_any_other(
     fill(run, 1, 2, config=s3_config, max_to_keep=1)
     fill(run, 3, config=s3_config, max_to_keep=1)  # another job begins anew
     assert listed(run, s3_config) == [("step-2", True), ("step-3", True)]
-    assert restored(run, s3_config) == 3
+    assert restored(run, s3_config) == (3, 3)
     fill(run, 1, config=s3_config)  # where a deleted one was
     assert listed(run, s3_config)[::2] == [("step-1", True), ("step-3", True)]
     cloudckpt.delete(f"{run}/step-1", config=s3_config)
@@ -197,8 +170,8 @@ def test_names_with_spaces_and_other_letters_live_a_whole_life(
     found = {"config": s3_config, "step_name": pattern}
     assert listed(run, **found) == [(pattern.format(step=2), True), (newest, True)]
     assert cloudckpt.latest(run, **found) == f"{run}/{newest}"
-    assert restored(run, s3_config, step_name=pattern) == 3
-    assert cloudckpt.inspect(f"{run}/{newest}", config=s3_config).notes.metrics == {"loss": 1 / 3}
+    assert restored(run, s3_config, step_name=pattern) == (3, 3)
+    assert cloudckpt.inspect(f"{run}/{newest}", config=s3_config).notes.metrics == {"loss": 1 / 4}
     assert cloudckpt.verify(f"{run}/{newest}", config=s3_config).items == 2
     cloudckpt.delete(f"{run}/{newest}", config=s3_config)
     cloudckpt.delete(f"{run}/{pattern.format(step=2)}", config=s3_config)

@@ -13,65 +13,60 @@ from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.errors import AccessDeniedError, CloudCheckpointError, ConfigError, ThrottledError
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.runs.saves import Saves
-
-FAILING = {2, 3, 5}
+from runs.managed import managed, save, state
 
 
 class Refusing(CommitHook):
     """Refuses the commits of some steps."""
 
-    def __init__(self, steps, error=ThrottledError) -> None:
-        self._steps, self._error = steps, error
+    def __init__(self, *steps: int, error=ThrottledError) -> None:
+        self.steps, self._error = steps, error
 
     def before_commit(self, uri, metadata) -> None:
-        if int(uri.rpartition("-")[2]) in self._steps:
+        if int(uri.rpartition("-")[2]) in self.steps:
             raise self._error("come back later", uri=uri)
 
-    def refuse(self, *steps: int) -> None:
-        self._steps = steps
 
-
-def managed(run, hook, **options) -> CheckpointManager:
-    made = CheckpointerConfig(kind=AsyncCheckpointerType.THREAD, commit_hook=hook)
-    return CheckpointManager(
-        str(run), checkpointer=made, preemption=Preemption(signals=()), **options
-    )
-
-
-def state(step: int) -> dict:
-    return {"w": torch.full((300,), float(step))}
-
-
-def trained(run, hook, steps, **options) -> tuple[list[int], str | None, list[int]]:
-    """Steps of which the training heard nothing bad, what ended it, and what is committed."""
-    done, ended = [], None
-    with managed(run, hook, **options) as manager:
-        try:
-            for step in steps:
-                manager.save(step, state(step))
-                done.append(step)
-            manager.wait_until_finished()
-        except CloudCheckpointError as error:
-            ended = type(error).__name__
-        return done, ended, manager.all_steps()
+GOES_ON = {"on_failure": "log"}
+MANY = {**GOES_ON, "max_failures": 3}
+ENDS = {
+    "raise": (Refusing(2, 3, 5), {}, ThrottledError, [1]),
+    "log": (Refusing(2, 3, 5, 8), GOES_ON, None, [1, 4, 6, 7]),
+    "too many": (Refusing(1, 2, 4, 5, 6), MANY, ThrottledError, [3]),
+    "for good": (Refusing(2, error=AccessDeniedError), GOES_ON, AccessDeniedError, [1]),
+    "all may fail": (
+        Refusing(2, error=AccessDeniedError),
+        {"on_failure": "log_all"},
+        None,
+        [1, 3, 4, 5, 6, 7, 8],
+    ),
+}
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_training_goes_on_beside_failures_that_may_pass(tmp_path, asynchronous, caplog) -> None:
-    found = trained(
-        tmp_path, Refusing(FAILING), range(1, 7), on_failure="log", asynchronous=asynchronous
-    )
-    assert found == ([1, 2, 3, 4, 5, 6], None, [1, 4, 6])
-    told = [one.getMessage() for one in caplog.records if "was not saved" in one.getMessage()]
-    assert [text.split(" was")[0] for text in told] == ["step 2", "step 3", "step 5"]
-    assert "failure 2 in a row; training ends after 3" in told[1]
-    assert "come back later" in told[1]
+@pytest.mark.parametrize("how", ENDS)
+def test_which_failures_end_the_training(run, how, asynchronous, caplog) -> None:
+    hook, options, error, committed = ENDS[how]
+    ended = None
+    with managed(run, hook=hook, asynchronous=asynchronous, **options) as manager:
+        try:
+            for step in range(1, 9):
+                manager.save(step, state(step))
+            manager.wait_until_finished()
+        except CloudCheckpointError as raised:
+            ended = type(raised)
+        assert (ended, manager.all_steps()) == (error, committed)
+    if how == "log":
+        told = [one.getMessage() for one in caplog.records if "was not saved" in one.getMessage()]
+        assert [text.split(" was")[0] for text in told] == [f"step {n}" for n in hook.steps]
+        assert "failure 2 in a row; training ends after 3" in told[1]
+        assert "come back later" in told[1]
 
 
 def _save_again(run: str, on_failure: str) -> tuple[bool, list[int]]:
     """Whether a step whose save failed is saved when it is asked for once more, without force."""
-    hook = Refusing({2})
-    with managed(run, hook, on_failure=on_failure) as manager:
+    hook = Refusing(2)
+    with managed(run, hook=hook, on_failure=on_failure, asynchronous=True) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2))
         if on_failure == "raise":
@@ -79,7 +74,7 @@ def _save_again(run: str, on_failure: str) -> tuple[bool, list[int]]:
                 manager.wait_until_finished()
         else:
             manager.wait_until_finished()
-        hook.refuse()
+        hook.steps = ()
         assert not manager.should_save(1)
         is_saved = manager.should_save(2) and manager.save(2, state(2))
         manager.wait_until_finished()
@@ -91,45 +86,37 @@ def test_a_step_whose_save_failed_can_be_saved_again(tmp_path, ranks, on_failure
     assert ranks(2, _save_again, str(tmp_path), on_failure) == [(True, [1, 2])] * 2
 
 
-def test_a_failure_is_an_event(tmp_path) -> None:
+def test_a_run_knows_its_status_and_failures_are_events(run) -> None:
     found = []
     unsubscribe = events.subscribe(
         lambda event: found.append(event) if event.phase == "failure" else None
     )
     try:
-        trained(tmp_path, Refusing({1, 3}), range(1, 5), on_failure="log")
+        with managed(run, hook=Refusing(1, 3, 4), asynchronous=True, **GOES_ON) as manager:
+            assert manager.status().newest_step is None
+            save(manager, 1, 2)
+            status = manager.status()
+            assert (status.newest_step, status.under_way, status.failures_in_row) == (2, (), 0)
+            assert status.newest_age < 600
+            save(manager, 3, 4)
+            status = manager.status()
+            assert (status.newest_step, status.failures_in_row) == (2, 2)
+            assert isinstance(status.last_failure, ThrottledError)
+            save(manager, 5)
+            assert (manager.status().newest_step, manager.status().failures_in_row) == (5, 0)
     finally:
         unsubscribe()
     assert [(one.step, one.newest_step, one.detail) for one in found] == [
         (1, None, "ThrottledError"),
         (3, 2, "ThrottledError"),
+        (4, 2, "ThrottledError"),
     ]
     assert found[0].newest_age is None
     assert 0 <= found[1].newest_age < 600
     assert found[1].uri.endswith("/step-3")
-
-
-def test_a_run_knows_its_status(tmp_path) -> None:
-    hook = Refusing({2, 3})
-    with managed(tmp_path, hook, on_failure="log") as manager:
-        assert manager.status().newest_step is None
-        manager.save(1, state(1))
-        manager.wait_until_finished()
-        status = manager.status()
-        assert (status.newest_step, status.under_way, status.failures_in_row) == (1, (), 0)
-        assert status.newest_age < 600
-        for step in (2, 3):
-            manager.save(step, state(step))
-        manager.wait_until_finished()
-        status = manager.status()
-        assert (status.newest_step, status.failures_in_row) == (1, 2)
-        assert isinstance(status.last_failure, ThrottledError)
-        manager.save(4, state(4))
-        manager.wait_until_finished()
-        assert (manager.status().newest_step, manager.status().failures_in_row) == (4, 0)
-    with managed(tmp_path, hook) as manager:
-        assert manager.restore(state(0)) == 4
-        assert (manager.status().newest_step, manager.status().newest_age) == (4, None)
+    with managed(run) as manager:
+        assert manager.restore(state()) == 5
+        assert (manager.status().newest_step, manager.status().newest_age) == (5, None)
 
 
 def test_failures_are_counted_in_the_order_of_the_saves() -> None:
@@ -144,10 +131,7 @@ def test_failures_are_counted_in_the_order_of_the_saves() -> None:
     assert saves.status().failures_in_row == 2
     saves.end(third, "committed")
     assert saves.status().failures_in_row == 0
-    assert tolerated(others[0])
-    assert saves.status().failures_in_row == 1
-    assert tolerated(others[1])
-    assert not tolerated(others[2])
+    assert [tolerated(other) for other in others] == [True, True, False]
 
 
 class Holding(CommitHook):
@@ -162,20 +146,18 @@ class Holding(CommitHook):
         raise ThrottledError("come back later", uri=uri)
 
 
-def test_a_save_that_is_skipped_does_not_end_a_row_of_failures(tmp_path, monkeypatch) -> None:
+def test_a_save_that_is_skipped_does_not_end_a_row_of_failures(run, monkeypatch) -> None:
     """Of a store that is gone for good nobody would ever hear, as most saves are skipped then."""
     monkeypatch.setattr(saver, "is_stuck", lambda: True)
     hook = Holding()
-    manager = managed(tmp_path, hook, on_failure="log", max_failures=2)
-    assert manager.save(1, state(1))
-    assert hook.reached.acquire(timeout=60)
-    assert not manager.save(2, state(2))
-    hook.go_on.release()
-    manager.wait_until_finished()
-    assert manager.save(3, state(3))
-    assert hook.reached.acquire(timeout=60)
-    assert not manager.save(4, state(4))
-    hook.go_on.release()
+    manager = managed(run, hook=hook, asynchronous=True, on_failure="log", max_failures=2)
+    for step in (1, 3):
+        if step == 3:
+            manager.wait_until_finished()
+        assert manager.save(step, state(step))
+        assert hook.reached.acquire(timeout=60)
+        assert not manager.save(step + 1, state(step + 1))
+        hook.go_on.release()
     with pytest.raises(ThrottledError):
         manager.wait_until_finished()
     assert manager.status().failures_in_row == 2
@@ -183,16 +165,10 @@ def test_a_save_that_is_skipped_does_not_end_a_row_of_failures(tmp_path, monkeyp
 
 
 def _on_ranks(run: str, kind: AsyncCheckpointerType, max_failures: int) -> tuple:
-    hook = Refusing(FAILING)
-    made = CheckpointerConfig(kind=kind, commit_hook=hook)
-    done, ended = [], None
-    manager = CheckpointManager(
-        run,
-        checkpointer=made,
-        preemption=Preemption(signals=()),
-        on_failure="log",
-        max_failures=max_failures,
-    )
+    made = CheckpointerConfig(kind=kind, commit_hook=Refusing(2, 3, 5))
+    options = {**GOES_ON, "max_failures": max_failures, "preemption": Preemption(signals=())}
+    done, ended = [], ""
+    manager = CheckpointManager(run, checkpointer=made, **options)
     try:
         for step in range(1, 7):
             manager.save(step, {f"w{dist.get_rank()}": torch.full((9,), float(step))})
@@ -202,7 +178,7 @@ def _on_ranks(run: str, kind: AsyncCheckpointerType, max_failures: int) -> tuple
         ended = str(error)
     status = manager.status()
     manager.close()
-    return done, ended is not None, status.newest_step, status.failures_in_row
+    return done, bool(ended), status.newest_step, status.failures_in_row
 
 
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
@@ -217,31 +193,13 @@ def test_all_ranks_end_alike(tmp_path, ranks) -> None:
     assert found == [found[0]] * 3
 
 
-WRONG = AccessDeniedError
-ENDS = {
-    "raise": (FAILING, ThrottledError, {}, [1]),
-    "too many": ({1, 2, 4, 5, 6}, ThrottledError, {"on_failure": "log", "max_failures": 3}, [3]),
-    "for good": ({2}, WRONG, {"on_failure": "log"}, [1]),
-    "all may fail": ({2}, WRONG, {"on_failure": "log_all"}, [1, 3, 4, 5, 6, 7, 8]),
-}
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("how", ENDS)
-def test_which_failures_end_the_training(tmp_path, how, asynchronous) -> None:
-    steps, error, options, committed = ENDS[how]
-    hook = Refusing(steps, error)
-    _, ended, found = trained(tmp_path, hook, range(1, 9), asynchronous=asynchronous, **options)
-    assert found == committed
-    assert ended == (None if how == "all may fail" else error.__name__)
-
-
-def test_failures_at_the_very_end_count_and_options_are_checked(tmp_path) -> None:
-    manager = managed(tmp_path, Refusing({1, 2}), on_failure="log", max_failures=2)
+def test_failures_at_the_very_end_count_and_options_are_checked(run) -> None:
+    options = {**GOES_ON, "max_failures": 2, "asynchronous": True}
+    manager = managed(run, hook=Refusing(1, 2), **options)
     for step in (1, 2):
         manager.save(step, state(step))
     with pytest.raises(ThrottledError):
         manager.close()
-    for options in ({"on_failure": "ignore"}, {"max_failures": 0}, {"max_failures": 1.5}):
-        with pytest.raises(ConfigError, match=next(iter(options))):
-            managed(tmp_path, None, **options)
+    for wrong in ({"on_failure": "ignore"}, {"max_failures": 0}, {"max_failures": 1.5}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            managed(run, **wrong)

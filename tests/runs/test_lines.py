@@ -3,11 +3,13 @@
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from lines import Lines
 
-DRAWN = settings(  # make soak draws anew, for as long as it is told
-    max_examples=4,
-    stateful_step_count=20,
+from runs.lines import Lines
+from support import memory_store  # noqa: F401 - makes memory:// known
+
+DRAWN = settings(  # make soak draws anew, on a disk and on S3, for as long as it is told
+    max_examples=25,
+    stateful_step_count=25,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],
@@ -15,10 +17,6 @@ DRAWN = settings(  # make soak draws anew, for as long as it is told
 )
 
 
-@pytest.mark.parametrize("where", ["a disk", "S3"])
-def test_a_run_is_what_its_model_says(where, bucket, s3_config) -> None:
-    class Drawn(Lines):
-        place = None if where == "a disk" else f"s3://{bucket}"
-        config = s3_config
-
-    run_state_machine_as_test(Drawn, settings=DRAWN)
+def test_a_run_is_what_its_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lines, "place", "memory://lines")
+    run_state_machine_as_test(Lines, settings=DRAWN)

@@ -1,4 +1,4 @@
-"""A run, from its first step to its last."""
+"""A run, from its first step to its last; whose steps it has is in ``test_line`` and ``lines``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import Config
+from cloudckpt import CheckpointManager, Config
 from cloudckpt.checkpoint.notes import Notes
+from cloudckpt.checkpoint.objects import CLAIM
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -33,38 +33,18 @@ from cloudckpt.errors import (
     ConfigError,
     DifferentCheckpointsError,
 )
-from cloudckpt.runs import catalog, deleting
+from cloudckpt.runs import catalog, deleting, prune
 from cloudckpt.runs.catalog import Run
-from cloudckpt.runs.manager import CheckpointManager
 from cloudckpt.runs.preemption import Preemption
+from runs.managed import damage, fill, managed, save, state, value
 
-
-def managed(run, **options) -> CheckpointManager:
-    """A manager that saves in a thread, and heeds no signal of the test."""
-    config, hook = options.pop("config", Config()), options.pop("hook", None)
-    made = CheckpointerConfig(config=config, kind=AsyncCheckpointerType.THREAD, commit_hook=hook)
-    options.setdefault("preemption", Preemption(signals=()))
-    return CheckpointManager(str(run), checkpointer=made, **options)
-
-
-def state(step: float = 0.0) -> dict:
-    return {"model": {"w": torch.full((300,), float(step))}, "step": int(step)}
-
-
-def value(found: dict) -> float:
-    assert found["model"]["w"].unique().numel() == 1
-    return found["model"]["w"][0].item()
+BY_LOSS = {"best_metric": "loss", "best_mode": "min"}
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def folder(tmp_path) -> Path:
+    """The location of a new run on a disk."""
     return tmp_path / "run"
-
-
-def fill(run, *steps: int, **options) -> None:
-    with managed(run, **options) as manager:
-        for step in steps:
-            manager.save(step, state(step), metrics={"loss": 1 / (1 + step)})
 
 
 class Held(CommitHook):
@@ -78,15 +58,22 @@ class Held(CommitHook):
         assert self.opened.wait(60)
 
 
-class Broken(CommitHook):
-    """Fails the commits of one step."""
+class Acting(CommitHook):
+    """Does something in the middle of the commit of a step."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self, step: int, act) -> None:
+        self._end, self._act = f"/step-{step}", act
 
     def before_commit(self, uri, metadata) -> None:
-        if uri.endswith(f"/step-{self._step}"):
-            raise ArithmeticError("the dog ate it")
+        if uri.endswith(self._end):
+            self._act()
+
+
+def fails() -> None:
+    raise ArithmeticError("the dog ate it")
+
+
+# saving
 
 
 def test_only_steps_whose_turn_it_is_are_saved(run) -> None:
@@ -95,87 +82,31 @@ def test_only_steps_whose_turn_it_is_are_saved(run) -> None:
         assert saved == [3, 6]
         assert manager.save(8, state(8), force=True)
         assert not manager.save(6, state(6))
-        manager.wait_until_finished()
         assert manager.all_steps() == [3, 6, 8]
 
 
-def damage(run: Path, step: int) -> None:
-    [data, *_] = sorted((run / f"step-{step}").glob("*.distcp"))
-    content = bytearray(data.read_bytes())
-    for at in range(len(content) // 4, 3 * len(content) // 4):  # envelopes are not looked at
-        content[at] ^= 1
-    data.write_bytes(content)
+def test_a_save_is_due_when_its_seconds_have_passed(run) -> None:
+    with managed(run, save_interval_seconds=0.5) as manager:
+        saved = []
+        for step in range(12):
+            time.sleep(0.1)
+            assert manager.should_save(step) == manager.save(step, state(step))
+            saved.append(manager.status().newest_step)
+        assert saved[0] is None
+        assert 1 <= len({*saved} - {None}) <= 3
 
 
 def test_a_step_that_exists_is_replaced_or_refused(run) -> None:
     fill(run, 1)
     with managed(run) as manager:
         manager.save(1, state(7), force=True)
-    found = state()
-    with managed(run, config=Config(overwrite=False)) as manager:
+    with managed(run, Config(overwrite=False), asynchronous=True) as manager:
+        found = state()
         manager.restore(found)
         assert value(found) == 7
         manager.save(1, state(8), force=True)
         with pytest.raises(CheckpointExistsError):
             manager.wait_until_finished()
-
-
-class Overtaken(CommitHook):
-    """Has another job claim the run, in the middle of a commit."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-
-    def before_commit(self, uri, metadata) -> None:
-        if uri.endswith("step-3"):
-            fill(self._run, 2)
-
-
-def test_a_claim_in_the_middle_of_a_commit_is_noticed(run) -> None:
-    with managed(run, hook=Overtaken(run), asynchronous=False) as manager:
-        manager.save(1, state(1))
-        with pytest.raises(CheckpointConflictError):
-            manager.save(3, state(3))
-    assert not cloudckpt.exists(f"{run}/step-3")
-
-
-def test_a_claim_in_the_middle_of_a_deletion_is_noticed(run, monkeypatch) -> None:
-    fetched = deleting.fetch
-
-    def then_claimed(store, key):
-        if cloudckpt.exists(f"{run}/step-2"):
-            return fetched(store, key)
-        with managed(run) as other:
-            other.save(1, state(1), force=True)
-            other.save(2, state(2))
-        return fetched(store, key)
-
-    with managed(run, asynchronous=False) as manager:
-        manager.save(1, state(7))
-        monkeypatch.setattr(deleting, "fetch", then_claimed)
-        with pytest.raises(CheckpointConflictError):
-            manager.delete(1)
-    assert cloudckpt.exists(f"{run}/step-1")
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
-        {"max_to_keep": 2},
-        {"best_to_keep": 2, "best_metric": "loss", "best_mode": "min"},
-        {"max_to_keep": 2, "best_metric": "loss", "best_mode": "min"},
-    ],
-    ids=["newest", "best", "best-by-the-one-number"],
-)
-def test_steps_that_somebody_removes_are_not_counted(run, kept) -> None:
-    losses = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.9, 5: 0.9}
-    with managed(run, **kept) as manager:
-        for step, loss in losses.items():
-            manager.save(step, state(step), metrics={"loss": loss})
-            manager.wait_until_finished()
-            if step == (1 if "best_metric" in kept else 4):
-                cloudckpt.delete(manager.uri(step))
-        assert manager.all_steps() == ([2, 3, 5] if "best_metric" in kept else [3, 5])
 
 
 def test_a_loop_that_ignores_what_was_restored_is_told_once_that_nothing_is_saved(
@@ -188,75 +119,29 @@ def test_a_loop_that_ignores_what_was_restored_is_told_once_that_nothing_is_save
     assert caplog.text.count("continue with the step after the one that restore() returns") == 1
 
 
-def test_a_job_whose_claim_could_not_be_written_deletes_old_steps(run, monkeypatch) -> None:
-    """As under a retention policy, by which the claim of the first job stays."""
-    fill(run, 1, 2)
-
-    def deny(*_args, **_options):
-        raise AccessDeniedError("it is retained")
-
-    monkeypatch.setattr("cloudckpt.runs.claim.put_whole", deny)
-    with managed(run, max_to_keep=1) as manager:
-        manager.save(3, state(3))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [3]
-
-
 def test_a_failure_in_the_background_is_raised_once(run) -> None:
-    with managed(run) as manager:
-        manager.save(1, state(1))
-        manager.wait_until_finished()
-        (run / ".cloudckpt-job.json").unlink()
+    with managed(run, asynchronous=True) as manager:
+        save(manager, 1)
+        Run(run).store.delete(Run(run).root.key(CLAIM))
         manager.save(2, state(2))
         with pytest.raises(CheckpointConflictError, match="deleted"):
             manager.wait_until_finished()
         manager.wait_until_finished()
 
 
-def test_what_can_not_be_deleted_does_not_fail_the_training(run, caplog, monkeypatch) -> None:
-    fill(run, 1, 2)
-
-    def deny(*_args, **_options):
-        raise PermissionError("no")
-
-    monkeypatch.setattr(Path, "unlink", deny)
-    with managed(run, max_to_keep=1) as manager, caplog.at_level(logging.ERROR, "cloudckpt"):
-        manager.restore(state())
-        manager.save(3, state(3))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [1, 2, 3]
-        assert "step 1 could not be deleted" in caplog.text
-        monkeypatch.undo()
-        manager.save(4, state(4))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [4]
-
-
-def test_a_job_that_is_about_to_end_saves_its_last_step(run) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with managed(run, save_interval_steps=100, preemption=Preemption()) as manager:
-        assert not manager.save(7, state(7))
-        assert not manager.reached_preemption(7)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert manager.save(8, state(8))
-        assert manager.reached_preemption(8)
-        assert (run / "step-8" / ".metadata").exists()
-        assert not manager.save(8, state(8))
+def test_a_failure_that_nobody_was_told_is_raised_by_close_and_all_is_given_back(run) -> None:
+    before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
+    hook = Acting(1, fails)
+    manager = managed(run, hook=hook, asynchronous=True, preemption=Preemption())
+    manager.save(1, state(1))
+    with pytest.raises(CloudCheckpointError, match="the dog ate it"):
+        manager.close()
+    manager.close()
     assert signal.getsignal(signal.SIGTERM) is before
+    assert threading.active_count() == threads
 
 
-def test_only_a_job_that_saves_heeds_a_signal(run) -> None:
-    fill(run, 1)
-    before = signal.getsignal(signal.SIGTERM)
-    with managed(run, preemption=None) as manager:
-        manager.restore(state())
-        assert signal.getsignal(signal.SIGTERM) is before
-        manager.save(2, state(2))
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-NUMBERS = [np.int64, np.uint16, torch.tensor, lambda step: torch.tensor(step, dtype=torch.int32)]
+NUMBERS = [np.uint16, lambda step: torch.tensor(step, dtype=torch.int32)]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -272,71 +157,103 @@ def test_steps_and_options_may_be_numbers_of_numpy_and_torch(run, number) -> Non
         assert manager.uri(number(8)) == manager.uri(8)
         assert (manager.metrics(number(8)), manager.notes(number(8))) == ({"loss": 1.0}, {"n": 8})
         found = state()
-        restored = manager.restore(found, number(8))
-        assert (type(restored), restored, value(found)) == (int, 8, 8.0)
+        step = manager.restore(found, number(8))
+        assert (type(step), step, value(found)) == (int, 8, 8.0)
         manager.delete(number(8))
         assert manager.all_steps() == [6, 10]
 
 
-def damage_notes(run: Path, step: int) -> None:
-    """Makes the notes of a step unreadable; the rest of it is as it was."""
-    path = run / f"step-{step}" / ".metadata"
-    content = path.read_bytes()
-    assert content.count(b'"loss"') == 1
-    path.write_bytes(content.replace(b'"loss"', b'"lass"'))
+# claims
+
+
+def test_a_claim_in_the_middle_of_a_commit_is_noticed(run) -> None:
+    with managed(run, hook=Acting(3, lambda: fill(run, 2))) as manager:
+        manager.save(1, state(1))
+        with pytest.raises(CheckpointConflictError):
+            manager.save(3, state(3))
+    assert not cloudckpt.exists(f"{run}/step-3")
+
+
+def test_a_claim_in_the_middle_of_a_deletion_is_noticed(run, monkeypatch) -> None:
+    fetched = deleting.fetch
+
+    def then_claimed(store, key):
+        if not cloudckpt.exists(f"{run}/step-2"):
+            with managed(run) as other:
+                save(other, 1, 2, force=True)
+        return fetched(store, key)
+
+    with managed(run) as manager:
+        manager.save(1, state(7))
+        monkeypatch.setattr(deleting, "fetch", then_claimed)
+        with pytest.raises(CheckpointConflictError):
+            manager.delete(1)
+    assert cloudckpt.exists(f"{run}/step-1")
+
+
+def test_a_job_whose_claim_could_not_be_written_deletes_old_steps(run, monkeypatch) -> None:
+    """As under a retention policy, by which the claim of the first job stays."""
+    fill(run, 1, 2)
+
+    def deny(*_args, **_options):
+        raise AccessDeniedError("it is retained")
+
+    monkeypatch.setattr("cloudckpt.runs.claim.put_whole", deny)
+    with managed(run, max_to_keep=1) as manager:
+        save(manager, 3)
+        assert manager.all_steps() == [3]
+
+
+# what is kept
+
+
+def test_what_can_not_be_deleted_does_not_fail_the_training(folder, caplog, monkeypatch) -> None:
+    fill(folder, 1, 2)
+
+    def deny(*_args, **_options):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(Path, "unlink", deny)
+    with managed(folder, max_to_keep=1) as manager, caplog.at_level(logging.ERROR, "cloudckpt"):
+        manager.restore(state())
+        save(manager, 3)
+        assert manager.all_steps() == [1, 2, 3]
+        assert "step 1 could not be deleted" in caplog.text
+        monkeypatch.undo()
+        save(manager, 4)
+        assert manager.all_steps() == [4]
 
 
 class Unreadable:
-    """Fails the reading of one step's notes."""
+    """Denies the reading of one step's notes."""
 
-    def __init__(self, step: int, error: CloudCheckpointError) -> None:
-        self._end, self._error = f"step-{step}", error
+    def __init__(self, step: int) -> None:
+        self._end = f"step-{step}"
         self._read = catalog.read_notes
 
     def __call__(self, store, uri, retrier) -> Notes:
         if str(uri).endswith(self._end):
-            raise self._error
+            raise AccessDeniedError("not now")
         return self._read(store, uri, retrier)
 
 
-@pytest.mark.parametrize("step", [None, 3])
-def test_an_old_step_that_can_not_be_read_hinders_nobody(run, monkeypatch, step) -> None:
-    fill(run, 1, 2, 3)
-    read, known = list[str](), catalog.read_notes
-
-    def of_new_ones(store, uri, retrier) -> Notes:
-        read.append(uri.folder)
-        return known(store, uri, retrier)
-
-    with managed(run) as manager:
-        monkeypatch.setattr(catalog, "read_notes", of_new_ones)
-        assert manager.restore(state(), step=step) == 3
-    assert set(read) == {"step-3"}
-    assert step is not None or len(read) == 1
-
-
-@pytest.mark.parametrize("error", [CheckpointCorruptError, AccessDeniedError])
-def test_a_step_that_can_not_be_compared_stays_and_keeps_no_other(
-    run, caplog, monkeypatch, error
-) -> None:
+def test_a_step_that_can_not_be_compared_stays_and_keeps_no_other(run, caplog, monkeypatch) -> None:
     fill(run, 1, 2, 3)  # the last is the best
-    with managed(run, best_to_keep=1, best_metric="loss", best_mode="min") as manager:
+    with managed(run, best_to_keep=1, **BY_LOSS) as manager:
         manager.restore(state())
         with monkeypatch.context() as patch:
-            patch.setattr(catalog, "read_notes", Unreadable(1, error("not now")))
+            patch.setattr(catalog, "read_notes", Unreadable(1))
             for step in (4, 5):
-                manager.save(step, state(step), metrics={"loss": 1 / (1 + step)})
-                manager.wait_until_finished()
+                save(manager, step)
                 assert manager.all_steps() == [step]
         assert caplog.text.count("the notes of step-1 can't be read") == 1
-        manager.save(6, state(6), metrics={"loss": 0.0})
-        manager.wait_until_finished()
+        save(manager, 6)
         assert manager.all_steps() == [6]
 
 
 def test_the_best_step_is_found_while_others_are_deleted(run, monkeypatch) -> None:
     fill(run, 1, 2, 3)
-    with managed(run, best_to_keep=1, best_metric="loss", best_mode="min") as manager:
+    with managed(run, best_to_keep=1, **BY_LOSS) as manager:
         manager.restore(state())
         listing, listed = Run.steps, list[int]()
 
@@ -344,8 +261,7 @@ def test_the_best_step_is_found_while_others_are_deleted(run, monkeypatch) -> No
             steps = listing(found)
             if not listed:
                 listed.extend(steps)
-                manager.save(4, state(4), metrics={"loss": 0.0})
-                manager.wait_until_finished()
+                save(manager, 4)
             return steps
 
         monkeypatch.setattr(Run, "steps", then_deleted)
@@ -353,72 +269,49 @@ def test_the_best_step_is_found_while_others_are_deleted(run, monkeypatch) -> No
         assert listed == [1, 2, 3]
 
 
-def test_the_best_step_is_none_that_is_damaged_but_not_one_that_is_unreachable(
-    run, caplog, monkeypatch
-) -> None:
+def test_no_step_is_the_best_while_another_can_not_be_reached(run, monkeypatch) -> None:
     fill(run, 1, 2, 3)
-    damage_notes(run, 3)
-    with managed(run, best_metric="loss", best_mode="min") as manager:
-        assert manager.best_step() == 2
-        assert "the notes of step-3 can't be read" in caplog.text
-        monkeypatch.setattr(catalog, "read_notes", Unreadable(3, AccessDeniedError("no")))
+    with managed(run, **BY_LOSS) as manager:
+        monkeypatch.setattr(catalog, "read_notes", Unreadable(1))
         with pytest.raises(AccessDeniedError):
             manager.best_step()
 
 
-def test_what_any_rule_keeps_stays(run) -> None:
+def test_what_any_rule_keeps_stays(folder) -> None:
     losses = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.9, 5: 0.9, 6: 0.9}
     rules = {"max_to_keep": 2, "best_to_keep": 1, "best_metric": "loss", "best_mode": "max"}
-    with managed(run, **rules, keep_period=3) as manager:
+    with managed(folder, **rules, keep_period=3) as manager:
         for step, loss in losses.items():
             manager.save(step, state(step), metrics={"loss": loss})
         manager.wait_until_finished()
         assert manager.all_steps() == [3, 5, 6]
-    assert cloudckpt.runs.prune(run, max_to_keep=1, keep_younger_than=3600) == []
-    assert cloudckpt.runs.prune(run, max_to_keep=2, dry_run=True) == [manager.uri(3)]
-    os.utime(run / "step-3" / ".metadata", (time.time() - 7200,) * 2)
-    assert cloudckpt.runs.prune(run, keep_younger_than=3600) == [manager.uri(3)]
+    assert prune(folder, max_to_keep=1, keep_younger_than=3600) == []
+    assert prune(folder, max_to_keep=2, dry_run=True) == [manager.uri(3)]
+    os.utime(folder / "step-3" / ".metadata", (time.time() - 7200,) * 2)
+    assert prune(folder, keep_younger_than=3600) == [manager.uri(3)]
     assert not cloudckpt.exists(manager.uri(3))
     assert cloudckpt.exists(manager.uri(5))
 
 
-def test_a_save_is_due_when_its_seconds_have_passed(run) -> None:
-    with managed(run, save_interval_seconds=0.5, asynchronous=False) as manager:
-        saved = []
-        for step in range(12):
-            time.sleep(0.1)
-            assert manager.should_save(step) == manager.save(step, state(step))
-            saved.append(manager.status().newest_step)
-        assert saved[0] is None
-        assert 1 <= len({*saved} - {None}) <= 3
-
-
-def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run, tmp_path) -> None:
-    fill(tmp_path / "base", 3, 8)
-    for source, options in (("base", {}), ("base/step-8", {}), ("base", {"step": 3})):
-        found = {"model": {"w": torch.zeros(300)}, "step": -1}
-        with managed(run) as manager:
-            assert manager.restore(found) is None
-            source = str(tmp_path / source)
-            step = manager.restore(found, source=source, keys="model.*", **options)
-            assert (value(found), found["step"], step) == (step, -1, options.get("step", 8))
-            assert manager.should_save(1)
-            with pytest.raises(ConfigError, match="match nothing"):
-                manager.restore(found, source=source, keys=["modle.*"])
-            with pytest.raises(CheckpointNotFoundError):
-                manager.restore(found, source=str(tmp_path / "nothing"))
-            with pytest.raises(CheckpointNotFoundError, match="steps are 3, 8"):
-                manager.restore(found, source=str(tmp_path / "base"), step=4)
-    fill(run, 5)
-    with managed(run) as manager:
-        found = {"model": {"w": torch.zeros(300)}, "step": -1}
-        assert manager.restore(found, keys="step") == 5
-        assert (value(found), found["step"]) == (0, 5)
+def test_a_step_without_the_metric_is_kept_told_and_never_the_best(run, caplog) -> None:
+    nan = [math.nan, np.float32("nan"), torch.tensor(math.nan)]
+    found = [{"loss": 0.5, "x": nan[0]}, {"loss": 0.6}, *({"loss": one} for one in nan), None]
+    with managed(run, best_to_keep=1, **BY_LOSS) as manager:
+        assert manager.restore(state()) is manager.latest_step() is None
+        for step, metrics in enumerate(found):
+            manager.save(step, state(step), metrics=metrics)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 2, 3, 4, 5]
+        assert caplog.text.count("its metric loss is not a number (NaN)") == 3
+        assert manager.best_step() == 0
+        assert manager.metrics(5) == {}
+        manager.delete(0)
+        assert manager.best_step() is None
 
 
 def test_a_step_that_is_being_saved_is_deleted_when_it_is_committed(run) -> None:
     held = Held()
-    with managed(run, hook=held) as manager:
+    with managed(run, hook=held, asynchronous=True) as manager:
         manager.save(1, state(1))
         assert held.reached.wait(60)
         deleting = threading.Thread(target=manager.delete, args=(1,))
@@ -430,8 +323,8 @@ def test_a_step_that_is_being_saved_is_deleted_when_it_is_committed(run) -> None
 
 def test_a_step_that_is_being_replaced_is_not_deleted_beside(run) -> None:
     fill(run, 1, 2)
-    held = Held()
-    with managed(run, max_to_keep=1, hook=held) as manager, ThreadPoolExecutor(1) as thread:
+    held, options = Held(), {"max_to_keep": 1, "asynchronous": True}
+    with managed(run, hook=held, **options) as manager, ThreadPoolExecutor(1) as thread:
         manager.restore(state())
         manager.save(3, state(3))  # behind which step 1 is not to be kept
         assert held.reached.wait(60)
@@ -458,27 +351,43 @@ def test_a_step_that_is_being_restored_is_not_deleted_beside(run) -> None:
     fill(run, 1, 2)
     with managed(run, max_to_keep=1) as manager:
 
-        def prune() -> None:
+        def pruned() -> list[int]:
             manager._pruner.after()
             manager.wait_until_finished()
-            assert manager.all_steps() == [1, 2]
+            return manager.all_steps()
 
-        assert manager.restore(Watched(state(), prune), step=1) == 1
-        manager._pruner.after()
-        manager.wait_until_finished()
-        assert manager.all_steps() == [2]
+        seen = list[list[int]]()
+        assert manager.restore(Watched(state(), lambda: seen.append(pruned())), step=1) == 1
+        assert seen[0] == [1, 2]
+        assert pruned() == [2]
 
 
-def test_what_failed_before_does_not_keep_the_last_step_from_being_saved(run, caplog) -> None:
-    due = [False]
-    preemption = Preemption(signals=(), is_due=lambda: due[0])
-    with managed(run, hook=Broken(1), preemption=preemption) as manager:
-        manager.save(1, state(1))
-        due[0] = True
-        with caplog.at_level(logging.ERROR, "cloudckpt"):
-            assert manager.save(2, state(2))
-        assert manager.all_steps() == [2]
-        assert "the dog ate it" in caplog.text
+# jobs that are about to end
+
+
+def test_a_job_that_is_about_to_end_saves_its_last_step(run) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    options = {"save_interval_steps": 100, "asynchronous": True}
+    with managed(run, **options, preemption=Preemption()) as manager:
+        assert not manager.save(7, state(7))
+        assert not manager.reached_preemption(7)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.save(8, state(8))
+        assert manager.reached_preemption(8)
+        assert cloudckpt.exists(manager.uri(8))
+        assert not manager.save(8, state(8))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_only_a_job_that_saves_heeds_a_signal(run) -> None:
+    fill(run, 1)
+    before = signal.getsignal(signal.SIGTERM)
+    with managed(run, preemption=None) as manager:
+        manager.restore(state())
+        assert signal.getsignal(signal.SIGTERM) is before
+        manager.save(2, state(2))
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_only_the_first_step_after_the_signal_is_saved_out_of_turn(run) -> None:
@@ -490,16 +399,17 @@ def test_only_the_first_step_after_the_signal_is_saved_out_of_turn(run) -> None:
         assert manager.reached_preemption(6)
 
 
-def test_a_failure_that_nobody_was_told_is_raised_by_close_and_all_is_given_back(run) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    threads = threading.active_count()
-    manager = managed(run, hook=Broken(1), preemption=Preemption())
-    manager.save(1, state(1))
-    with pytest.raises(cloudckpt.errors.CloudCheckpointError, match="the dog ate it"):
-        manager.close()
-    manager.close()
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert threading.active_count() == threads
+def test_what_failed_before_does_not_keep_the_last_step_from_being_saved(run, caplog) -> None:
+    due = [False]
+    preemption = Preemption(signals=(), is_due=lambda: due[0])
+    options = {"hook": Acting(1, fails), "asynchronous": True}
+    with managed(run, **options, preemption=preemption) as manager:
+        manager.save(1, state(1))
+        due[0] = True
+        with caplog.at_level(logging.ERROR, "cloudckpt"):
+            assert manager.save(2, state(2))
+        assert manager.all_steps() == [2]
+        assert "the dog ate it" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -521,15 +431,83 @@ def test_a_forked_process_is_refused_and_ends_by_its_signal(run) -> None:
         os.close(ready)
         os.close(told)
         assert not manager.reached_preemption(2)
-        manager.wait_until_finished()
         assert manager.all_steps() == [1]
+
+
+# restoring
+
+
+def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run) -> None:
+    base = f"{run}-base"
+    fill(base, 3, 8)
+    for source, options in ((base, {}), (f"{base}/step-8", {}), (base, {"step": 3})):
+        found = {"model": {"w": torch.zeros(300)}, "step": -1}
+        with managed(run) as manager:
+            assert manager.restore(found) is None
+            step = manager.restore(found, source=source, keys="model.*", **options)
+            assert (value(found), found["step"], step) == (step, -1, options.get("step", 8))
+            assert manager.should_save(1)
+            with pytest.raises(ConfigError, match="match nothing"):
+                manager.restore(found, source=source, keys=["modle.*"])
+            with pytest.raises(CheckpointNotFoundError):
+                manager.restore(found, source=f"{run}-nothing")
+            with pytest.raises(CheckpointNotFoundError, match="steps are 3, 8"):
+                manager.restore(found, source=base, step=4)
+    fill(run, 5)
+    with managed(run) as manager:
+        found = {"model": {"w": torch.zeros(300)}, "step": -1}
+        assert manager.restore(found, keys="step") == 5
+        assert (value(found), found["step"]) == (0, 5)
+
+
+def test_a_state_is_as_it_was_if_nothing_that_is_verified_is_whole(folder) -> None:
+    fill(folder, 1, 2)
+    for step in (1, 2):
+        damage(folder / f"step-{step}")
+    found = state(9)
+    with managed(folder) as manager, pytest.raises(CheckpointCorruptError, match="step-2"):
+        manager.restore(found, verify=True)
+    assert value(found) == 9
+
+
+def test_no_save_refers_to_an_abandoned_step(run, monkeypatch) -> None:
+    with managed(run, incremental=True) as old:
+        save(old, 1)
+        with managed(run, incremental=True) as new:
+            assert new.restore(state()) == 1
+            old.save(7, state(7))
+            new.save(2, state(7))
+            monkeypatch.setattr("cloudckpt.dcp.incremental._bases", {})  # it has forgotten its own
+            new.save(3, state(7))
+            assert [*cloudckpt.inspect(new.uri(3)).shared] == [new.uri(2)]
+
+
+@pytest.mark.parametrize("how", ["changed", "gone"])
+def test_no_save_refers_to_what_a_restore_found_damaged(folder, how) -> None:
+    """The bytes of the next saves are those that the damaged step had."""
+    fill(folder, 1, 2, incremental=True)
+    if how == "changed":
+        damage(folder / "step-2")
+    else:
+        min((folder / "step-2").glob("*.distcp")).unlink()
+    with managed(folder, incremental=True) as manager:
+        assert manager.restore(state()) == 1
+        for step in (2, 3):
+            manager.save(step, state(2))
+            found = state()
+            cloudckpt.load(found, checkpoint_id=manager.uri(step))
+            assert value(found) == 2
+
+
+# ranks
 
 
 def _run_of_ranks(run: str, is_told: bool) -> tuple:
     rank = dist.get_rank()
     step_due = [False]
     preemption = Preemption(signals=(), is_due=lambda: step_due[0] and rank == 1)
-    with managed(run, save_interval_steps=2, max_to_keep=2, preemption=preemption) as manager:
+    options = {"save_interval_steps": 2, "max_to_keep": 2, "asynchronous": True}
+    with managed(run, **options, preemption=preemption) as manager:
         began = manager.restore(state())
         saved = []
         for step in range((began or 0) + 1, 20):
@@ -542,14 +520,11 @@ def _run_of_ranks(run: str, is_told: bool) -> tuple:
         return began, saved, manager.all_steps(), manager.metrics(saved[-1])
 
 
-def test_ranks_save_prune_and_stop_alike(ranks, run) -> None:
-    assert (
-        ranks(2, _run_of_ranks, str(run), True)
-        == [(None, [2, 4, 6, 8, 10, 12, 14], [12, 14], {"loss": 14.0})] * 2
-    )
-    assert (
-        ranks(2, _run_of_ranks, str(run), False) == [(14, [16, 18], [16, 18], {"loss": 18.0})] * 2
-    )
+def test_ranks_save_prune_and_stop_alike(ranks, folder) -> None:
+    first = None, [2, 4, 6, 8, 10, 12, 14], [12, 14], {"loss": 14.0}
+    assert ranks(2, _run_of_ranks, str(folder), True) == [first] * 2
+    second = 14, [16, 18], [16, 18], {"loss": 18.0}
+    assert ranks(2, _run_of_ranks, str(folder), False) == [second] * 2
 
 
 def _different(run: str, what: str) -> None:
@@ -562,17 +537,9 @@ def _different(run: str, what: str) -> None:
     ("what", "error"), [("run", DifferentCheckpointsError), ("interval", ConfigError)],
     ids=["run", "interval"],
 )  # fmt: skip
-def test_ranks_that_mean_different_runs_are_told_at_once(ranks, run, what, error) -> None:
-    errors = ranks.errors(2, _different, str(run), what)
+def test_ranks_that_mean_different_runs_are_told_at_once(ranks, folder, what, error) -> None:
+    errors = ranks.errors(2, _different, str(folder), what)
     assert [type(found) for found in errors] == [error] * 2
-
-
-def _restore_sharded(run: str) -> tuple[int | None, float]:
-    rank = dist.get_rank()
-    found = {f"w{rank}": torch.zeros(300)}
-    with managed(run) as manager:
-        step = manager.restore(found)
-    return step, found[f"w{rank}"][0].item()
 
 
 def _save_sharded(run: str) -> None:
@@ -584,80 +551,32 @@ def _save_sharded(run: str) -> None:
             manager.restore({f"w{rank}": torch.zeros(300)}, keys="w0")
 
 
-def test_all_ranks_fall_back_alike_whatever_each_of_them_finds(ranks, run) -> None:
-    ranks(2, _save_sharded, str(run))
-    one, other = sorted((run / "step-2").glob("*.distcp"))
-    content = bytearray(one.read_bytes())
-    for at in range(len(content) // 4, 3 * len(content) // 4):  # envelopes are not looked at
-        content[at] ^= 1
-    one.write_bytes(content)
-    other.unlink()
-    assert ranks(2, _restore_sharded, str(run)) == [(1, 1.0)] * 2
-
-
-def _restore_half(run: str, verify: bool) -> tuple[int | None, list[float]]:
-    """What a job of one half of the ranks restores, which asks for no more than it needs."""
-    found = {"w0": torch.zeros(300)}
+def _restore_sharded(run: str, is_alike: bool, verify: bool) -> tuple[int | None, list[float]]:
+    """What a job restores whose ranks ask for their own tensor, or all for the first rank's."""
+    name = "w0" if is_alike else f"w{dist.get_rank()}"
+    found = {name: torch.zeros(300)}
     with managed(run) as manager:
         step = manager.restore(found, verify=verify)
-    return step, found["w0"].unique().tolist()
+    return step, found[name].unique().tolist()
 
 
-def test_what_a_job_does_not_ask_for_is_verified_if_it_wants_that(ranks, run) -> None:
-    ranks(2, _save_sharded, str(run))
-    _, unasked = sorted((run / "step-2").glob("*.distcp"))
-    content = bytearray(unasked.read_bytes())
-    content[len(content) // 2] ^= 1
-    unasked.write_bytes(content)
-    assert ranks(2, _restore_half, str(run), False) == [(2, [2.0])] * 2
-    assert ranks(2, _restore_half, str(run), True) == [(1, [1.0])] * 2
-    assert _restore_half(str(run), True) == (1, [1.0])
+def test_all_ranks_fall_back_alike_whatever_each_of_them_finds(ranks, folder) -> None:
+    ranks(2, _save_sharded, str(folder))
+    _, other = sorted((folder / "step-2").glob("*.distcp"))
+    damage(folder / "step-2")
+    other.unlink()
+    assert ranks(2, _restore_sharded, str(folder), False, False) == [(1, [1.0])] * 2
 
 
-def test_a_state_is_as_it_was_if_nothing_that_is_verified_is_whole(run) -> None:
-    fill(run, 1, 2)
-    damage(run, 1)
-    damage(run, 2)
-    found = state(9)
-    with managed(run) as manager, pytest.raises(CheckpointCorruptError, match="step-2"):
-        manager.restore(found, verify=True)
-    assert value(found) == 9
+def test_what_a_job_does_not_ask_for_is_verified_if_it_wants_that(ranks, folder) -> None:
+    ranks(2, _save_sharded, str(folder))
+    _, unasked = sorted((folder / "step-2").glob("*.distcp"))
+    unasked.unlink()
+    assert ranks(2, _restore_sharded, str(folder), True, False) == [(2, [2.0])] * 2
+    assert ranks(2, _restore_sharded, str(folder), True, True) == [(1, [1.0])] * 2
 
 
-def test_no_save_refers_to_an_abandoned_step(run, monkeypatch) -> None:
-    options = {"incremental": True, "asynchronous": False}
-    with managed(run, **options) as old:
-        old.save(1, state(1))
-        with managed(run, **options) as new:
-            assert new.restore(state()) == 1
-            old.save(7, state(7))
-            new.save(2, state(7))
-            monkeypatch.setattr("cloudckpt.dcp.incremental._bases", {})  # it has forgotten its own
-            new.save(3, state(7))
-            assert [*cloudckpt.inspect(new.uri(3)).shared] == [new.uri(2)]
-
-
-@pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_no_save_refers_to_what_a_restore_found_damaged(run, how) -> None:
-    """The bytes of the next saves are those that the damaged step had."""
-    with managed(run, incremental=True, asynchronous=False) as manager:
-        for step in (1, 2):
-            manager.save(step, state(step))
-    [data] = (run / "step-2").glob("*.distcp")
-    if how == "gone":
-        data.unlink()
-    else:
-        content = bytearray(data.read_bytes())
-        content[content.index(state(2)["model"]["w"].numpy().tobytes())] ^= 1
-        data.write_bytes(content)
-    with managed(run, incremental=True, asynchronous=False) as manager:
-        assert manager.restore(state()) == 1
-        for step in (2, 3):
-            manager.save(step, state(2))
-            found = state()
-            cloudckpt.load(found, checkpoint_id=manager.uri(step))
-            assert value(found) == 2
-
+# calls that make no sense
 
 MISUSED = {
     "save_interval_steps": [{"save_interval_steps": 0}],
@@ -702,19 +621,3 @@ def test_what_no_call_can_take_is_refused(run) -> None:
             call()
     with pytest.raises(ConfigError, match="CheckpointerConfig"):
         CheckpointManager(run, config=Config(), checkpointer=CheckpointerConfig())
-
-
-def test_a_step_without_the_metric_is_kept_told_and_never_the_best(run, caplog) -> None:
-    nan = [math.nan, np.float32("nan"), torch.tensor(math.nan)]
-    found = [{"loss": 0.5, "x": nan[0]}, {"loss": 0.6}, *({"loss": one} for one in nan), None]
-    with managed(run, best_to_keep=1, best_metric="loss", best_mode="min") as manager:
-        assert manager.restore(state()) is manager.latest_step() is None
-        for step, metrics in enumerate(found):
-            manager.save(step, state(step), metrics=metrics)
-        manager.wait_until_finished()
-        assert manager.all_steps() == [0, 2, 3, 4, 5]
-        assert caplog.text.count("its metric loss is not a number (NaN)") == 3
-        assert manager.best_step() == 0
-        assert manager.metrics(5) == {}
-        manager.delete(0)
-        assert manager.best_step() is None
