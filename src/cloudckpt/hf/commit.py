@@ -251,9 +251,9 @@ class ModelCommit:
             if refused:
                 raise
             raise CommitUnknownError(
-                "the store did not confirm that it joined the parts of the file, which may have "
-                "happened or may still happen, or that no other writer has put a model of several "
-                "files here: check what is there now",
+                "it is unknown whether the model was saved: the store did not confirm that it "
+                "joined the parts of the file, or that no other writer has saved a model here "
+                "meanwhile; check what is there, or save again",
                 uri=self._store.uri(only.key),
                 cause=error,
             ) from error
@@ -286,7 +286,9 @@ class ModelCommit:
             found = self._retrier.call(lambda: self._store.head(key))
         if found != expected:
             raise PreconditionFailedError(
-                "the object is not that which was expected", uri=self._store.uri(key), certain=True
+                "another writer has changed, made or deleted this object since the save began",
+                uri=self._store.uri(key),
+                certain=True,
             )
 
     def _delete(self, found: Iterable[ObjectInfo]) -> None:

@@ -320,7 +320,7 @@ def _tied(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Returns what only tensors of the same elements in the same memory have in common, or None."""
+    """Returns a key equal for tensors of the same elements and memory; None if it has no memory."""
     usual = type(tensor) in PLAIN and tensor.layout == torch.strided
     if not usual or (of := memory_of(tensor)) is None:
         return None
@@ -385,8 +385,9 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     check_supported(tensor, item.index.fqn)
     if tensor.shape != item.tensor_data.chunk.sizes:
         raise ShapeMismatchError(
-            f"{item.index.fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, but "
-            f"has the shape {tuple(tensor.shape)}",
+            f"the planner planned {item.index.fqn} with shape "
+            f"{tuple(item.tensor_data.chunk.sizes)}, but resolve_data returned a tensor of shape "
+            f"{tuple(tensor.shape)}: correct the planner",
             item=item.index.fqn,
         )
     with contextlib.suppress(RuntimeError):

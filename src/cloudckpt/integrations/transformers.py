@@ -362,8 +362,9 @@ def _tell_random_states(folder: str, meeting: Meeting) -> None:
     own = "rng_state.pth" if meeting.size == 1 else f"rng_state_{meeting.rank}.pth"
     if found and own not in found:
         logger.warning(
-            "rank %d keeps its random state, because the checkpoint only has %s",
+            "rank %d keeps its random state: the restored checkpoint has no file %s, only %s",
             meeting.rank,
+            own,
             sorted(found),
         )
 

@@ -292,7 +292,7 @@ def _has_the_same(target: Place, ours: ReadContent) -> bool:
 
 
 def _content(part: ReadContent) -> bytes:
-    """Returns what is equal for a checkpoint and its copy: its record, without objects' names."""
+    """Returns a checkpoint's record without names of objects: a copy has the same."""
     record = part.commit.record
     assert record is not None  # the checkpoint has checksums
     objects = [replace(one, rank=0, ordinal=0, attempt="", folder="") for one in record.objects]

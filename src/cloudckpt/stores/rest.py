@@ -389,10 +389,10 @@ class RestStore(ObjectStore):
             begun.add(marks)
             page, marks = retry(functools.partial(ask, marks))
             if marks is not None and (not any(marks) or marks in begun):
-                where = "back to an earlier page" if any(marks) else "nowhere"
+                where = "an earlier page" if any(marks) else "no page"
                 raise ServerError(
-                    f"the listing does not end: its page leads {where}, although it says that "
-                    "more follows; check the store",
+                    "the listing would not end: the store says that more entries follow, but "
+                    f"names {where} as the next one; check the endpoint and the store",
                     uri=self.uri(prefix),
                 )
             yield page

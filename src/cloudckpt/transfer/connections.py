@@ -56,7 +56,7 @@ def transfer_group(
 
 
 class _Paced:
-    """Feeds a search with the bytes that a store has moved, and the CPU time used."""
+    """Passes the bytes that a store has moved, and the CPU time used, to a :class:`LaneSearch`."""
 
     def __init__(
         self, search: LaneSearch, store: RangeReader, place: tuple[str, Direction]

@@ -49,7 +49,7 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether the values are in host memory, in row-major order, as they are."""
+    """Returns whether the values lie in host memory, row-major, neither negated nor conjugate."""
     return tensor.is_cpu and tensor.is_contiguous() and shows_its_memory(tensor)
 
 

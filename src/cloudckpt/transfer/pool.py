@@ -105,7 +105,7 @@ class MemoryPool:
         return Lease(self, *(block or self.allocate(nbytes, pinned=pinned)))
 
     def _fitting(self, nbytes: int) -> tuple[Any, memoryview] | None:
-        """Removes the smallest free block of the size; None, and room for a new one, if none is."""
+        """Removes and returns the smallest free block of this size at least; else makes room."""
         at = min(
             (n for n, (_, view) in enumerate(self._free) if view.nbytes >= nbytes),
             key=lambda n: self._free[n][1].nbytes,

@@ -77,7 +77,7 @@ class _Call:
 
 
 class _Ours(http.client.HTTPConnection):
-    """The state shared by `_Connecting` and `_Watched`, which have urllib3's class between them."""
+    """The attributes that `_Connecting` above urllib3's class and `_Watched` below it share."""
 
     sock: socket.socket | None
     # set as class attributes by _pool_classes:
