@@ -44,14 +44,8 @@ def items(draw, algorithm):
 
 def written(found, algorithm):
     """The index of items, and what the commit object says of their object."""
-    data = index_bytes(
-        [item.head for item in found],
-        [item.tail for item in found],
-        [item.code for item in found],
-        [item.raw for item in found],
-        [one for item in found for one in item.sums],
-        algorithm,
-    )
+    numbers = ([getattr(item, name) for item in found] for name in ("head", "tail", "code", "raw"))
+    data = index_bytes(*numbers, [one for item in found for one in item.sums], algorithm)
     assert len(data) == index_size([item.raw for item in found], algorithm)
     ends = sum(-(-item.length // 64) * 64 for item in found)
     return bytearray(data), record_of(data, ends + len(data))
@@ -90,20 +84,15 @@ def test_a_place_where_no_item_is_contradicts_the_metadata(offset, length):
     assert (caught.value.uri, caught.value.item) == (URI, "w")
 
 
-def test_no_flipped_bit_goes_unnoticed():
+def test_no_flipped_bit_and_no_missing_or_surplus_byte_goes_unnoticed():
     data, record = written(TWO, CRC32C)
+    others = [data[:-1], data + b"\0", bytearray()]
     for at in range(len(data)):
-        damaged = bytearray(data)
-        damaged[at] ^= 1 << (at % 8)
-        with pytest.raises(CheckpointCorruptError, match="checksum"):
+        others.append(bytearray(data))
+        others[-1][at] ^= 1 << (at % 8)
+    for damaged in others:
+        with pytest.raises(CheckpointCorruptError):
             ObjectIndex(damaged, record, CRC32C, URI)
-
-
-@pytest.mark.parametrize("change", [lambda d: d[:-1], lambda d: d + b"\0", lambda d: bytearray()])
-def test_missing_and_surplus_bytes_are_noticed(change):
-    data, record = written(TWO, CRC32C)
-    with pytest.raises(CheckpointCorruptError):
-        ObjectIndex(change(data), record, CRC32C, URI)
 
 
 @settings(max_examples=300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 
@@ -66,9 +67,18 @@ def test_a_metric_that_is_not_a_number_comes_back_as_one_that_is_not() -> None:
     assert math.isnan(notes.metrics["loss"])
 
 
-def test_notes_are_read_from_the_end_of_the_commit_object(uri) -> None:
-    store = put(uri, framed(METADATA, NOTES.to_json()))
-    assert read_notes(store, uri, RETRIER) == NOTES
+@pytest.mark.parametrize(
+    ("data", "notes"),
+    [
+        (framed(METADATA, NOTES.to_json()), NOTES),
+        (framed(METADATA), Notes()),
+        (pickle.dumps(METADATA), Notes()),
+        (pickle.dumps(METADATA, protocol=2), Notes()),
+    ],
+    ids=["noted", "without notes", "of torch", "of an older torch"],
+)
+def test_notes_are_read_from_the_end_of_the_commit_object(uri, data, notes) -> None:
+    assert read_notes(put(uri, data), uri, RETRIER) == notes
 
 
 def test_the_most_notes_are_read_and_more_are_refused(uri) -> None:
@@ -78,15 +88,6 @@ def test_the_most_notes_are_read_and_more_are_refused(uri) -> None:
     assert read_notes(store, uri, RETRIER) == most
     with pytest.raises(ConfigError, match="65,537 bytes"):
         Notes(user={"text": "x" * (64 * 1024 - frame + 1)}).to_json()
-
-
-@pytest.mark.parametrize(
-    "data",
-    [pickle.dumps(METADATA), pickle.dumps(METADATA, protocol=2), framed(METADATA)],
-    ids=["of torch", "of an older torch", "without notes"],
-)
-def test_a_checkpoint_without_notes_has_empty_ones(uri, data) -> None:
-    assert read_notes(put(uri, data), uri, RETRIER) == Notes()
 
 
 @pytest.mark.parametrize("size", [0, 5, -1, -20, -60])
@@ -119,16 +120,12 @@ def test_the_notes_of_a_checkpoint_that_is_replaced_meanwhile_are_the_new_ones(
     assert read_notes(store, uri, RETRIER) == other
 
 
-@pytest.mark.parametrize("at", range(1, 80))
-def test_a_damaged_byte_never_changes_notes_unnoticed(uri, at) -> None:
-    data = bytearray(framed(METADATA, NOTES.to_json()))
-    data[-at] ^= 0x10
-    store = put(uri, bytes(data))
-    try:
-        found = read_notes(store, uri, RETRIER)
-    except CheckpointCorruptError:
-        return
-    assert found == NOTES
+def test_a_damaged_byte_never_changes_notes_unnoticed(uri) -> None:
+    for at in range(1, 80):
+        data = bytearray(framed(METADATA, NOTES.to_json()))
+        data[-at] ^= 0x10
+        with contextlib.suppress(CheckpointCorruptError):
+            assert read_notes(put(uri, bytes(data)), uri, RETRIER) == NOTES
 
 
 @pytest.mark.parametrize(

@@ -156,19 +156,17 @@ def test_a_deep_state_is_no_deeper_for_us_than_for_torch():
     assert back["end"] is TENSOR
 
 
-def test_what_several_ranks_have_is_all_there():
-    parts = [Structure.of({"a": {0: {}, 1: TENSOR}}), Structure.of({"a": {2: {}}, "b": {}})]
-    merged = Structure.merged(parts, URI)
-    assert merged.nested({"a.1": 1}, {"a.1": ("a", "1")}, URI) == {
-        "a": {0: {}, 1: 1, 2: {}},
-        "b": {},
-    }
-
-
-def test_what_is_empty_on_one_rank_only_is_what_the_other_has():
-    merged = Structure.merged([Structure.of({"a": {}, "b": {}}), Structure.of({"a": 1})], URI)
-    flat, paths = {"a": 1, "b.c": 2}, {"a": ("a",), "b.c": ("b", "c")}
-    assert merged.nested(flat, paths, URI) == {"a": 1, "b": {"c": 2}}
+@pytest.mark.parametrize(
+    ("of_ranks", "whole"),
+    [
+        ([{"a": {0: {}, 1: 1}}, {"a": {2: {}}, "b": {}}], {"a": {0: {}, 1: 1, 2: {}}, "b": {}}),
+        ([{"a": {}, "b": {}}, {"a": 1, "b": {"c": 2}}], {"a": 1, "b": {"c": 2}}),
+    ],
+)
+def test_what_several_ranks_have_is_all_there(of_ranks, whole):
+    """Also what is empty on one of them only."""
+    merged = Structure.merged([Structure.of(state) for state in of_ranks], URI)
+    assert merged.nested(*flatten_state_dict(whole), URI) == whole
 
 
 def test_ranks_that_contradict_each_other_are_told(caplog):
@@ -188,29 +186,16 @@ def test_the_example_of_these_tests_is_right():
     assert Structure.from_json(GOOD) == Structure({("a", "1"): 1}, (("b",),))
 
 
+KEYS_THAT_ARE_NONE = [1, [["a"]], ["a", []], [[-1], []], [[True], []], [[1.0], []], [[], 1]]
+KEYS_THAT_ARE_NONE += [[["a"] * 1001, []], [["a", "1"], {}], [["a", "1"], ["float", "1.5"]]]
+
+
 @pytest.mark.parametrize(
     "document",
     [
-        [],
-        "x",
-        {},
-        {"keys": []},
-        {**GOOD, "more": 1},
-        {**GOOD, "keys": [1]},
-        {**GOOD, "keys": [[["a"]]]},
-        {**GOOD, "keys": [["a", []]]},
-        {**GOOD, "keys": [[[-1], []]]},
-        {**GOOD, "keys": [[[True], []]]},
-        {**GOOD, "keys": [[[1.0], []]]},
-        {**GOOD, "keys": [[["a"] * 1001, []]]},
-        {**GOOD, "keys": [[["a", "1"], {}]]},
-        {**GOOD, "keys": [[["a", "1"], ["float", "1.5"]]]},
-        {**GOOD, "keys": [[[], 1]]},
-        {**GOOD, "empty": [[]]},
-        {**GOOD, "empty": [[-1]]},
-        {**GOOD, "empty": [[True]]},
-        {**GOOD, "empty": [0]},
-        {**GOOD, "empty": 7},
+        *([], "x", {}, {"keys": []}, {**GOOD, "more": 1}, {**GOOD, "empty": 7}),
+        *({**GOOD, "keys": [key]} for key in KEYS_THAT_ARE_NONE),
+        *({**GOOD, "empty": [path]} for path in ([], [-1], [True], 0)),
     ],
     ids=str,
 )

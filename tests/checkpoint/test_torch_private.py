@@ -1,5 +1,7 @@
 """Nothing in torch is replaced for a save, and older torches say the same in other words."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -27,19 +29,14 @@ class Looking(cloudckpt.checkpointer.CommitHook):
         self.seen = steps._wrap_exception
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_save_leaves_torch_as_it_is(tmp_path, is_whole):
-    state = {"a": torch.ones(3) if is_whole else torch.ones(3, device="meta")}
-    hook = Looking()
-    writer = cloudckpt.CloudStorageWriter(tmp_path / "step", commit_hook=hook)
-    try:
-        cloudckpt.save(state, storage_writer=writer)
-    except cloudckpt.errors.CloudCheckpointError:
-        assert not is_whole
-    else:
-        assert is_whole
-        assert hook.seen is USUAL
-    assert steps._wrap_exception is USUAL
+def test_a_save_leaves_torch_as_it_is(tmp_path):
+    for number, tensor in enumerate((torch.ones(3), torch.ones(3, device="meta"))):
+        hook = Looking()
+        writer = cloudckpt.CloudStorageWriter(tmp_path / str(number), commit_hook=hook)
+        with contextlib.suppress(cloudckpt.errors.UnsupportedTensorError):
+            cloudckpt.save({"a": tensor}, storage_writer=writer)
+        assert hook.seen is (None if tensor.is_meta else USUAL)
+        assert steps._wrap_exception is USUAL
 
 
 def rows(*bounds):
