@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import api
@@ -16,9 +22,12 @@ from cloudckpt.background.saver import AsyncSaver
 from dcp.places import Place
 from faults.states import SMALL, filled, step_of
 
-from .waiting import eventually
+from .waiting import eventually, is_running
 
-__all__ = ["PATIENCE", "Gate", "Lock", "Refusing", "Slow", "SlowEnd", "begin", "of_rank", "step_at"]
+__all__ = ["PATIENCE", "PROCESS", "THREAD", "Gate", "Late", "Lock", "Refusing", "Slow", "SlowEnd"]
+__all__ += ["begin", "given", "kill", "of_rank", "pid_of", "step_at", "stopped"]
+
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 
 PATIENCE = 120.0  # seconds that anything may take
 
@@ -41,7 +50,7 @@ class Gate(DefaultSavePlanner):
         own = dist.get_rank() if dist.is_initialized() else 0
         if self._reads == 2 and self._rank in (None, own):
             (self._folder / "reached").touch()
-            if not eventually((self._folder / "opened").exists, PATIENCE):
+            if not eventually(lambda: self.is_open, PATIENCE):
                 raise TimeoutError("nobody has opened the gate")
         return super().resolve_data(write_item)
 
@@ -51,6 +60,10 @@ class Gate(DefaultSavePlanner):
 
     def open(self) -> None:
         (self._folder / "opened").touch()
+
+    @property
+    def is_open(self) -> bool:
+        return (self._folder / "opened").exists()
 
 
 class Refusing(DefaultSavePlanner):
@@ -93,6 +106,16 @@ class Slow(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
+class Late:
+    """An asynchronous stager whose copy is made when it is told to."""
+
+    def __init__(self) -> None:
+        self.copied: Future[dict] = Future()
+
+    def stage(self, state_dict: dict) -> Future[dict]:
+        return self.copied
+
+
 class Lock:
     """A value that can neither be copied nor sent."""
 
@@ -123,3 +146,36 @@ def step_at(place: Place, nbytes: int = SMALL, ranks: int | None = None) -> int:
     }
     assert len(steps) == 1, f"a mix of steps: {steps}"
     return steps.pop()
+
+
+# ---- saving processes
+
+
+def pid_of(saver: AsyncSaver) -> int:
+    assert saver._process is not None
+    assert saver._process.pid is not None
+    return saver._process.pid
+
+
+def kill(pid: int) -> None:
+    """Ends a process, and waits until it has ended."""
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not is_running(pid))
+
+
+@contextlib.contextmanager
+def stopped(saver: AsyncSaver) -> Iterator[int]:
+    """The saving process does nothing meanwhile."""
+    saver._process._worker.wait_until_ready()
+    pid = pid_of(saver)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def given(saver: AsyncSaver) -> bool:
+    """Whether the saving process is given a save."""
+    return eventually(lambda: saver._process._worker.is_busy, PATIENCE)

@@ -56,11 +56,7 @@ P, PJ = f"{V2}/p", f"{V2}/p/j"
 MACHINES = {
     "no cgroups": ("", {}, 8000),
     "what can be reclaimed is free": ("0::/job", {f"{V2}/job": (1000, 700, 200)}, 500),
-    "an ancestor is the tightest": (
-        "0::/p/j",
-        {P: (300, 9, 9), PJ: (900, 9, 9)},
-        300,
-    ),
+    "an ancestor is the tightest": ("0::/p/j", {P: (300, 9, 9), PJ: (900, 9, 9)}, 300),
     "a child is the tightest": ("0::/p/j", {P: (900, 9, 9), PJ: (300, 9, 9)}, 300),
     "a limit above the machine's memory": ("0::/job", {f"{V2}/job": (9999, 1, 0)}, 8000),
     "no limit": ("0::/job", {f"{V2}/job": ("max", 5, 0)}, 8000),

@@ -1,6 +1,5 @@
 """The saving process of one trainer: used again and again, and replaced when it dies."""
 
-import contextlib
 import errno
 import multiprocessing
 import os
@@ -8,7 +7,6 @@ import resource
 import signal
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from unittest import mock
@@ -18,7 +16,6 @@ import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import BackgroundOptions, CloudStorageWriter
@@ -38,12 +35,12 @@ from dcp.values import numbered
 from faults.states import BIG, SMALL, filled
 from support.wire.faults import Call, s3_error
 
-from .saves import PATIENCE, begin, step_at
+from .saves import PATIENCE, PROCESS, begin, given, kill, pid_of, step_at, stopped
 from .waiting import eventually, is_running, open_files
 
 
 def saver(**arguments) -> AsyncSaver:
-    return AsyncSaver(no_dist=True, kind=AsyncCheckpointerType.PROCESS, **arguments)
+    return AsyncSaver(no_dist=True, kind=PROCESS, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -51,36 +48,6 @@ def one(_own_surroundings):
     """A saver, which tests share."""
     with saver() as one:
         yield one
-
-
-def pid_of(one: AsyncSaver) -> int:
-    assert one._process is not None
-    assert one._process.pid is not None
-    return one._process.pid
-
-
-def kill(pid: int) -> None:
-    """Ends a process, and waits until it has ended."""
-    os.kill(pid, signal.SIGKILL)
-    assert eventually(lambda: not is_running(pid))
-
-
-@contextlib.contextmanager
-def stopped(one: AsyncSaver) -> Iterator[int]:
-    """The saving process does nothing meanwhile."""
-    one._process._worker.wait_until_ready()
-    pid = pid_of(one)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield pid
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
-def given(one: AsyncSaver) -> bool:
-    """Whether it is given a save."""
-    return eventually(lambda: one._process._worker.is_busy, PATIENCE)
 
 
 class WireGate:
@@ -147,32 +114,29 @@ VALUES = {
 }
 
 
-def test_the_objects_are_those_that_the_trainer_itself_would_write_to_the_byte(one, local):
-    here, beside = local.at("here"), local.at("beside")
-    for _ in range(2):  # planned, and by the plan of before
-        cloudckpt.save(VALUES, checkpoint_id=here.uri, config=here.config, no_dist=True)
-        one.save(VALUES, beside.writer()).written.result(PATIENCE)
-        first, second = ([place.read(name) for name in place.data()] for place in (here, beside))
-        assert len(first) == 2
-        assert first == second
+def small(step: int) -> dict:
+    """Small tensors, more than a slab holds, and values between them."""
+    state: dict[str, object] = {
+        f"t{number}": numbered(number % 700, first=number + step, dtype=torch.float64)
+        for number in range(3000)
+    }
+    return state | {"text": "x" * step, "t1000": "a value", "t2000": numbered(60, 50).t()}
 
 
-@pytest.mark.parametrize("stager", [None, BlockingAsyncStager()], ids=["ours", "of torch"])
-def test_small_tensors_are_packed_beside_the_trainer_as_it_would_pack_them_to_the_byte(
-    local, stager
+OF_STAGERS = [(None, [VALUES, VALUES, small(1), small(2)]), (BlockingAsyncStager(), [small(1)])]
+
+
+@pytest.mark.parametrize(("stager", "states"), OF_STAGERS, ids=["ours", "of torch"])
+def test_the_objects_are_those_that_the_trainer_itself_would_write_to_the_byte(
+    local, stager, states
 ):
-    # values between them, and more of them than a slab holds
     here, beside = (local.at(name).having(memory_budget=32 * MIB) for name in ("here", "beside"))
     with saver(stager=stager) as one:
-        for step in (1, 2):
-            state: dict[str, object] = {
-                f"t{number}": numbered(number % 700, first=number + step, dtype=torch.float64)
-                for number in range(3000)
-            }
-            state |= {"text": "x" * step, "t1000": "a value", "t2000": numbered(60, 50).t()}
+        for state in states:  # planned, and by the plan of before
             cloudckpt.save(state, checkpoint_id=here.uri, config=here.config, no_dist=True)
             one.save(state, beside.writer()).written.result(PATIENCE)
             first, second = ([p.read(name) for name in p.data()] for p in (here, beside))
+            assert len(first) > 0
             assert first == second
 
 
@@ -215,14 +179,7 @@ def test_the_process_learns_of_credentials_that_the_trainer_has_been_given(
     assert "Credential=OFLATE/" in sent.header("Authorization")
 
 
-def test_no_secret_is_shown_by_the_processes_arguments(one, shaky, monkeypatch):
-    begin(one, 0, shaky).result(PATIENCE)
-    with open(f"/proc/{pid_of(one)}/cmdline") as file:
-        shown = file.read()
-    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in shown
-
-
-def test_a_new_process_has_the_surroundings_that_its_trainer_has_by_then(
+def test_a_new_process_has_the_surroundings_of_its_trainer_and_shows_no_secret(
     local, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("OF_LATE", "set")
@@ -232,13 +189,15 @@ def test_a_new_process_has_the_surroundings_that_its_trainer_has_by_then(
         pid = pid_of(other)
         with open(f"/proc/{pid}/environ") as file:
             assert "OF_LATE=set\0" in file.read()
+        with open(f"/proc/{pid}/cmdline") as file:
+            assert os.environ["AWS_SECRET_ACCESS_KEY"] not in file.read()
         assert os.readlink(f"/proc/{pid}/cwd") == str(tmp_path)
         assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
         assert os.getsid(pid) == pid
 
 
-class Unpicklable(CommitHook):
-    """Notes what is committed in a list of the trainer's."""
+class Noting(CommitHook):
+    """Notes what is committed in a list of the trainer's; can't be pickled."""
 
     def __init__(self) -> None:
         self.committed: list[str] = []
@@ -249,34 +208,34 @@ class Unpicklable(CommitHook):
 
 
 def test_hooks_and_planners_stay_in_the_trainer(one, local):
-    module = types.ModuleType("only_in_the_trainer")
-    exec("from torch.distributed.checkpoint import DefaultSavePlanner\n"
-         "class Planner(DefaultSavePlanner): pass", module.__dict__)  # fmt: skip
-    hook = Unpicklable()
+    planner = type("OnlyInTheTrainer", (DefaultSavePlanner,), {"__module__": "of_nowhere"})()
+    hook = Noting()
     writer = CloudStorageWriter(local.uri, config=local.config, commit_hook=hook)
-    one.save(filled(1, SMALL), writer, planner=module.Planner()).written.result(PATIENCE)
+    one.save(filled(1, SMALL), writer, planner=planner).written.result(PATIENCE)
     assert hook.committed == [local.uri]
 
 
 # ---- failures
 
 
-def test_an_interpreter_that_is_not_there_is_told_by_name(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(SaveProcessError, match="/nowhere/python"):
-        saver()
+NO_FILES = mock.Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
 
 
-@pytest.mark.parametrize("step", ["Pipe", "dup"])
-def test_a_process_that_gets_no_descriptor_is_told_by_name(step, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "why"),
+    [
+        (sys, "executable", "/nowhere/python", "/nowhere/python"),
+        (multiprocessing, "Pipe", NO_FILES, "Too many open files"),
+        (os, "dup", NO_FILES, "Too many open files"),
+    ],
+)
+def test_a_process_that_can_not_be_started_is_told_by_name(owner, name, value, why):
     before = open_files()
-    with monkeypatch.context() as patch:
-        patch.setattr(multiprocessing if step == "Pipe" else os, step, fail)
-        with pytest.raises(SaveProcessError, match="Too many open files"):
-            saver()
+    with (
+        mock.patch.object(owner, name, value),
+        pytest.raises(SaveProcessError, match=why),
+    ):
+        saver()
     assert open_files() == before
 
 
@@ -415,35 +374,6 @@ def test_a_process_that_saves_for_long_is_heard_of_and_left_alone(shaky, gate, s
         future.result(PATIENCE)
         assert pid_of(one) == pid
     assert step_at(shaky) == 1
-
-
-def test_closing_waits_for_the_save_and_ends_the_process(shaky, gate):
-    other = saver()
-    future = begin(other, 1, shaky)
-    gate.wait()
-    life, pid = other._process._worker, pid_of(other)
-    with ThreadPoolExecutor(1) as pool:
-        closed = pool.submit(other.close)
-        gate.open()
-        closed.result(PATIENCE)
-    assert future.done()
-    assert not is_running(pid)
-    assert life._process.returncode == 0  # by itself
-    assert step_at(shaky) == 1
-
-
-def test_closing_again_ends_a_process_that_an_interrupt_has_left(local):
-    other = saver()
-    begin(other, 1, local).result(PATIENCE)
-    pid = pid_of(other)
-    with (
-        mock.patch.object(_Worker, "end", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        other.close()
-    assert is_running(pid)
-    other.close()
-    assert eventually(lambda: not is_running(pid))
 
 
 def test_a_saver_that_is_dropped_leaves_no_process(local):

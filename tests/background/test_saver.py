@@ -1,11 +1,11 @@
-"""One save after the other in a thread of the trainer: whose turn it is, and what is told."""
+"""One save after the other: whose turn it is, what is told, and the end."""
 
 import concurrent.futures
 import gc
 import threading
 import traceback
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -19,10 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import cloudckpt
 from cloudckpt import BackgroundOptions
+from cloudckpt.background.process import _Worker
 from cloudckpt.background.save import Save
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, make_async_checkpointer
 from cloudckpt.errors import (
     AsyncSaveError,
+    CheckpointError,
     ClosedError,
     SaveInProgressError,
     StagingError,
@@ -32,8 +35,8 @@ from dcp.places import Place
 from dcp.values import assert_same, blank_like
 from faults.states import SMALL, filled
 
-from .saves import PATIENCE, Gate, Lock, Refusing, begin, step_at
-from .waiting import interrupted, open_files, staged_copies
+from .saves import PATIENCE, PROCESS, THREAD, Gate, Late, Lock, Refusing, begin, pid_of, step_at
+from .waiting import eventually, interrupted, is_running, open_files, staged_copies
 
 
 def saver(**options) -> AsyncSaver:
@@ -114,33 +117,51 @@ def test_a_writer_of_the_callers_may_be_given_again_while_it_is_in_use(local, ga
 # ---- the end
 
 
-def test_closing_gives_back_memory_files_and_threads(local):
+@pytest.mark.parametrize("kind", [THREAD, PROCESS])
+def test_closing_waits_for_the_save_and_gives_back_memory_files_threads_and_processes(
+    local, gate, kind
+):
     gc.collect()
     begin_files, before = open_files(), staged_copies()
     threads = threading.active_count()
     for step in range(3):
-        with saver() as one:
-            begin(one, step, local).result(PATIENCE)
+        one = AsyncSaver(no_dist=True, kind=kind)
+        future = begin(one, step, local, gate)  # which the first opens
+        gate.wait()
+        worker = one._process._worker if kind == PROCESS else None
+        with ThreadPoolExecutor(1) as pool:
+            closed = pool.submit(one.close)
+            assert gate.is_open or not concurrent.futures.wait([closed], 0.2).done
+            gate.open()
+            closed.result(PATIENCE)
+        assert future.done()
+        assert worker is None or worker._process.returncode == 0  # by itself
+        assert step_at(local) == step
+        del one, future, worker
     gc.collect()
     assert (open_files(), staged_copies()) == (begin_files, before)
     assert threading.active_count() <= threads
 
 
-def _closed_twice(one: AsyncSaver, gate: Gate) -> None:
+INTERRUPTED = {THREAD: (concurrent.futures, "wait"), PROCESS: (_Worker, "end")}
+
+
+@pytest.mark.parametrize("kind", INTERRUPTED)
+def test_closing_again_does_what_an_interrupt_has_kept_from_being_done(local, gate, kind):
+    gc.collect()
+    before = staged_copies()
+    one = AsyncSaver(no_dist=True, kind=kind)
+    future = begin(one, 1, local, gate)
     gate.wait()
-    with interrupted(concurrent.futures, "wait"):
+    if kind == PROCESS:  # it is ended behind the save
+        gate.open()
+        pid = pid_of(one)
+    with interrupted(*INTERRUPTED[kind]):
         one.close()
     gate.open()
     one.close()
-
-
-def test_closing_again_does_what_an_interrupt_has_kept_from_being_done(local, gate):
-    gc.collect()
-    before = staged_copies()
-    one = saver()
-    future = begin(one, 1, local, gate)
-    _closed_twice(one, gate)
     assert future.done()
+    assert kind == THREAD or eventually(lambda: not is_running(pid))
     gc.collect()
     assert staged_copies() == before
     with pytest.raises(ClosedError):
@@ -203,6 +224,58 @@ def test_a_stateful_value_is_asked_when_the_save_is(local, gate):
     assert_same(loaded["model"], expected)
 
 
+# ---- failures that a checkpointer tells
+
+
+def checkpointer(place: Place, **options) -> AsyncCheckpointer:
+    config = place.having(background=BackgroundOptions(**options)).config
+    return make_async_checkpointer(CheckpointerConfig(config=config, kind=THREAD))
+
+
+class FailingGate(Gate):
+    """Fails behind its gate."""
+
+    def resolve_data(self, write_item):
+        found = super().resolve_data(write_item)
+        if self._reads == 2:
+            raise ArithmeticError("the dog ate it")
+        return found
+
+
+def test_a_failure_is_told_although_a_save_was_skipped_in_between(local, tmp_path):
+    gate = FailingGate(tmp_path)
+    one = checkpointer(local, when_busy="skip")
+    first = one.save(local.uri, filled(1, SMALL), planner=gate)[1]
+    gate.wait()
+    assert one.save(local.uri, filled(2, SMALL))[1].skipped
+    gate.open()
+    assert first.exception(PATIENCE) is not None
+    with pytest.raises(CheckpointError, match="the dog ate it"):
+        one.close()
+
+
+def test_closing_before_the_save_has_ended_says_that_it_has_not(local, gate):
+    one = checkpointer(local, patience=0.05)
+    written = one.save(local.uri, filled(1, SMALL), planner=gate)[1]
+    gate.wait()
+    with pytest.raises(SaveInProgressError, match=r"not finished within 0\.05 s") as caught:
+        one.close()
+    assert caught.value.uri == local.uri
+    gate.open()
+    written.result(PATIENCE)
+
+
+def test_an_error_of_the_training_is_not_hidden_by_one_of_the_last_save(local, caplog):
+    def train() -> None:
+        with checkpointer(local) as one:
+            one.save(local.uri, filled(1, SMALL), planner=Refusing())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert "the dog ate it" in caplog.text
+
+
 # ---- stagers of the caller's
 
 
@@ -222,20 +295,9 @@ def test_an_asynchronous_stager_of_torchs_gives_two_futures(local):
     stager.close()
 
 
-class Waiting:
-    """An asynchronous stager whose copy is made when it is told to."""
-
-    def __init__(self) -> None:
-        self.copied: Future[dict] = Future()
-
-    def stage(self, state_dict: dict) -> Future[dict]:
-        self.state = dict(state_dict)
-        return self.copied
-
-
 @pytest.mark.parametrize("is_future", [False, True])
 def test_a_stager_that_returns_no_state_dict_fails_the_save(local, is_future):
-    stager = Waiting()
+    stager = Late()
     stager.copied.set_result(None)
     made = stager.copied if is_future else None
     with (

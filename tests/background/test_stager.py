@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
+from unittest import mock
 
 import pytest
 import torch
@@ -80,23 +81,17 @@ def test_it_gives_back_what_it_opened_and_leaves_nothing_in_shared_memory():
     assert open_files() == files
 
 
-def _without_posix_fallocate(monkeypatch) -> None:
-    monkeypatch.delattr(os, "posix_fallocate")
-
-
-def _on_a_file_system_that_does_not_allocate(monkeypatch) -> None:
-    def fail(fd: int, offset: int, size: int) -> None:
-        raise OSError(errno.EINVAL, "not here")
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-
-
-@pytest.mark.parametrize(
-    "system", [_without_posix_fallocate, _on_a_file_system_that_does_not_allocate]
-)
+@pytest.mark.parametrize("has_fallocate", [True, False])
 @pytest.mark.parametrize("has_memfd", [True, False])
-def test_a_state_is_staged_where_memory_is_not_allocated_ahead(system, has_memfd, monkeypatch):
-    system(monkeypatch)
+def test_a_state_is_staged_where_memory_is_not_allocated_ahead(
+    has_fallocate, has_memfd, monkeypatch
+):
+    def not_here(*_: object) -> None:
+        raise OSError(errno.EINVAL, "not on this file system")
+
+    monkeypatch.setattr(os, "posix_fallocate", not_here)
+    if not has_fallocate:
+        monkeypatch.delattr(os, "posix_fallocate")
     if not has_memfd:
         monkeypatch.delattr(os, "memfd_create")
     files = open_files()
@@ -110,10 +105,7 @@ def test_a_state_is_staged_where_memory_is_not_allocated_ahead(system, has_memfd
 @pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "no memory"), OverflowError, ValueError])
 @pytest.mark.parametrize("step", ["os.posix_fallocate", "mmap.mmap"])
 def test_an_arena_that_can_not_be_had_leaves_no_open_file(step, error, monkeypatch):
-    def fail(*args: object) -> None:
-        raise error
-
-    monkeypatch.setattr(step, fail)
+    monkeypatch.setattr(step, mock.Mock(side_effect=error))
     files = open_files()
     with pytest.raises(StagingMemoryError, match="could not be allocated"):
         arenas.Arena(MIB)
@@ -166,10 +158,8 @@ def test_memory_that_the_kernel_refuses_is_an_error_that_says_how_much_is_needed
 
 
 def test_memory_that_can_not_be_pinned_is_given_back(monkeypatch):
-    def refuse(address: int, size: int) -> None:
-        raise StagingMemoryError("no more locked memory")
-
-    monkeypatch.setattr(arenas, "_pin", refuse)
+    refused = mock.Mock(side_effect=StagingMemoryError("no more locked memory"))
+    monkeypatch.setattr(arenas, "_pin", refused)
     gc.collect()
     before = open_files()
     for _ in range(5):
@@ -192,17 +182,10 @@ def test_a_copy_that_is_held_is_never_written_to(stager):
 def test_a_copy_waits_for_the_one_before_and_goes_on_with_its_release():
     stager = Stager(patience=PATIENCE)
     first = stager.begin({"t": numbered(10)}, 0)
-    begun = threading.Event()
-
-    def stage() -> dict:
-        begun.set()
-        return stager.stage({"t": numbered(10, first=5)})
-
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(stage)
-        assert begun.wait(PATIENCE)
+        second = pool.submit(stager.stage, {"t": numbered(10, first=5)})
+        assert not wait([second], 0.1).done
         assert_same(first.state_dict["t"], numbered(10))
-        assert not second.done()
         first.release()
         assert_same(second.result(PATIENCE)["t"], numbered(10, first=5))
 
@@ -239,24 +222,6 @@ def test_an_interrupt_ends_a_copy_before_its_memory_is_used_again(monkeypatch):
         thread.join(PATIENCE)
 
 
-def _told_in_a_fork(stager: Stager) -> str:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            stager.stage({"t": torch.zeros(10)})
-            os.write(writer, b"staged")
-        except ClosedError as error:
-            stager.close()
-            os.write(writer, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with os.fdopen(reader) as pipe:
-        return pipe.read()
-
-
 class _Interrupt:
     """Ctrl-C at one of the places where Python looks for it: as a call begins, or C returns."""
 
@@ -291,11 +256,15 @@ def test_no_interrupt_of_a_copy_loses_its_memory():
         assert place > 10
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def _stage_in_a_fork(stager: Stager) -> None:
+    with pytest.raises(ClosedError, match="make a new one"):
+        stager.stage({"t": torch.zeros(10)})
+    stager.close()
+
+
 def test_a_forked_process_must_not_write_to_the_copy_of_its_parent(stager):
-    staged = stager.stage({"t": numbered(10)})
-    held = staged.pop("t")
-    assert "make a new one" in _told_in_a_fork(stager)
+    held = stager.stage({"t": numbered(10)}).pop("t")
+    in_a_child("fork", _stage_in_a_fork, stager)
     assert_same(held, numbered(10))
 
 
@@ -346,6 +315,3 @@ def test_memory_is_given_back_though_a_forked_child_maps_it():
         del view
         assert _blocks(child, file) == 0
     stager.close()
-
-
-# ---- through torch's own async_save

@@ -9,84 +9,50 @@ import uuid
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+import cloudckpt
 from cloudckpt.checkpoint.objects import is_pending_name
-from faults.states import SMALL
-from support.forks import child
+from dcp.places import Place
+from faults.states import SMALL, filled
+from support.forks import child, context
 from support.wire.faults import Call
 
 from .jobs import save_and_stand_still
-from .saves import PATIENCE, step_at
+from .saves import PATIENCE, Gate, step_at
 from .waiting import eventually, is_running, processes_of
 
-SCRIPT = """
+KINDS = ("THREAD", "PROCESS")
+TRAINER = """
+import atexit
+import os
+import signal
+import sys
 import warnings
 
 import cloudckpt
 from background.saves import Slow
+from cloudckpt.checkpointer import CheckpointerConfig, make_async_checkpointer
 from faults.states import SMALL, filled
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 warnings.simplefilter("ignore")
-for kind, uri in {uris!r}.items():
-    future = cloudckpt.async_save(
-        filled(7, SMALL),
-        checkpoint_id=uri,
-        planner=Slow(),
-        async_checkpointer_type=AsyncCheckpointerType[kind],
-    )
-    print("under way:", not future.done(), flush=True)
-"""
 
 
-TESTS = str(Path(__file__).parents[1])
-
-
-def _run(folder: Path, script: str) -> subprocess.CompletedProcess:
-    path = folder / "train.py"
-    path.write_text(script)
-    return _python([str(path)])
-
-
-def _python(
-    arguments: list[str], code: str | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess:
-    """Runs an interpreter that finds the tests' modules; ``code`` is what it reads."""
-    paths = [TESTS, os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        input=code,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=environment,
-    )
-
-
-NO_NEW_THREADS = pytest.mark.skipif(
-    sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)), reason="it starts no threads when it ends"
-)
-
-
-@NO_NEW_THREADS
-def test_a_trainer_that_ends_commits_the_saves_that_are_under_way(local, tmp_path):
-    places = [local.at(kind) for kind in ("THREAD", "PROCESS")]
-    uris = {kind: local.at(kind).uri for kind in ("THREAD", "PROCESS")}
-    done = _run(tmp_path, SCRIPT.format(uris=uris))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "under way: True\n" * 2
-    assert [step_at(place) for place in places] == [7, 7]
-
-
-AT_THE_END = """
-import atexit
-
-import cloudckpt
-from cloudckpt.checkpointer import CheckpointerConfig
-from faults.states import SMALL, filled
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+def fork_meanwhile(one):
+    before = one._saver._process.pid
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    worker = os.fork()
+    if worker == 0:
+        signal.pause()
+    one.save({root!r} + "/forked", filled(2, SMALL))[1].result(150)
+    print("the same process:", one._saver._process.pid == before)
+    life = one._saver._process._worker
+    one.close()
+    print("ended by itself:", life._process.returncode == 0)
+    os.kill(worker, 9)
 
 
 def save_once_more(one, uri):
@@ -98,106 +64,99 @@ def save_once_more(one, uri):
     print("closed")
 
 
-for kind, uri in {uris!r}.items():
-    kind = AsyncCheckpointerType[kind]
-    one = cloudckpt.checkpointer.make_async_checkpointer(CheckpointerConfig(kind=kind))
+def make(kind):
+    return make_async_checkpointer(CheckpointerConfig(kind=AsyncCheckpointerType[kind]))
+
+
+one = make("PROCESS")
+one.save({root!r} + "/forked", filled(1, SMALL))[1].result(150)
+fork_meanwhile(one)
+for kind in {kinds!r}:
+    one, uri = make(kind), {root!r} + "/ended-" + kind
     one.save(uri, filled(1, SMALL))[1].result(150)
     atexit.register(save_once_more, one, uri)
+for kind in {kinds!r}:
+    future = cloudckpt.async_save(
+        filled(7, SMALL),
+        checkpoint_id={root!r} + "/committed-" + kind,
+        planner=Slow(),
+        async_checkpointer_type=AsyncCheckpointerType[kind],
+    )
+    print("under way:", not future.done(), flush=True)
 """
+TESTS = str(Path(__file__).parents[1])
 
 
-def test_a_save_that_the_end_of_the_interpreter_comes_before_is_refused(local, tmp_path):
-    places = {kind: local.at(kind) for kind in ("THREAD", "PROCESS")}
-    uris = {kind: place.uri for kind, place in places.items()}
-    done = _run(tmp_path, AT_THE_END.format(uris=uris))
+@pytest.fixture(scope="module")
+def trained(places, tmp_path_factory) -> tuple[Place, list[str]]:
+    """Where a trainer has saved that has ended, and the lines that it has printed."""
+    root = places("local")
+    path = tmp_path_factory.mktemp("trainer") / "train.py"
+    path.write_text(TRAINER.format(root=root.uri, kinds=KINDS))
+    paths = [TESTS, os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("AsyncSaveError save to ") == 2
-    assert done.stdout.count("closed\n") == 2
-    assert [step_at(place) for place in places.values()] == [1, 1]
+    assert "Traceback" not in done.stderr
+    return root, done.stdout.splitlines()
 
 
-FORKING = """
-import os
-import signal
-import sys
-
-import cloudckpt
-from faults.states import SMALL, filled
-
-one = cloudckpt.checkpointer.make_async_checkpointer()
-one.save({uri!r}, filled(1, SMALL))[1].result(150)
-before = one._saver._process.pid
-if os.fork() == 0:
-    sys.exit()
-os.wait()
-worker = os.fork()
-if worker == 0:
-    signal.pause()
-one.save({uri!r}, filled(2, SMALL))[1].result(150)
-print("the same process:", one._saver._process.pid == before)
-life = one._saver._process._worker
-one.close()
-print("ended by itself:", life._process.returncode == 0)
-os.kill(worker, 9)
-"""
+@pytest.mark.skipif(
+    sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)), reason="it starts no threads when it ends"
+)
+def test_a_trainer_that_ends_commits_the_saves_that_are_under_way(trained):
+    root, lines = trained
+    assert lines.count("under way: True") == 2
+    assert [step_at(root.at(f"committed-{kind}")) for kind in KINDS] == [7, 7]
 
 
-def test_forks_that_end_and_live_on_leave_the_saving_process_to_their_parent(local, tmp_path):
-    done = _run(tmp_path, FORKING.format(uri=local.uri))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "the same process: True\nended by itself: True\n"
-    assert "Error" not in done.stderr
-    assert step_at(local) == 2
+def test_a_save_that_the_end_of_the_interpreter_comes_before_is_refused(trained):
+    root, lines = trained
+    assert sum(line.startswith("AsyncSaveError save to ") for line in lines) == 2
+    assert lines.count("closed") == 2
+    assert [step_at(root.at(f"ended-{kind}")) for kind in KINDS] == [1, 1]
 
 
-WITHIN_ANOTHER = """
-import multiprocessing
-import time
-from pathlib import Path
-
-import cloudckpt
-from background.saves import Gate
-from faults.states import SMALL, filled
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-FOLDER = Path({folder!r})
+def test_forks_that_end_and_live_on_leave_the_saving_process_to_their_parent(trained):
+    root, lines = trained
+    assert lines[:2] == ["the same process: True", "ended by itself: True"]
+    assert step_at(root.at("forked")) == 2
 
 
-def train():
-    gate = Gate(FOLDER)
+def _train(uri: str, folder: Path) -> None:
+    gate = Gate(folder)
     cloudckpt.async_save(
         filled(7, SMALL),
-        checkpoint_id={uri!r},
+        checkpoint_id=uri,
         planner=gate,
         async_checkpointer_type=AsyncCheckpointerType.PROCESS,
     )
     gate.wait()
-    (FOLDER / "ends").touch()
-
-
-if __name__ == "__main__":
-    process = multiprocessing.get_context("spawn").Process(target=train)
-    process.start()
-    while not (FOLDER / "ends").exists() and process.is_alive():
-        time.sleep(0.01)
-    process.join(2)  # multiprocessing sends SIGTERM meanwhile
-    print("waits:", process.is_alive())
-    Gate(FOLDER).open()
-    process.join()
-    print("ended:", process.exitcode)
-"""
+    (folder / "ends").touch()
 
 
 def test_a_trainer_of_multiprocessings_that_ends_commits_the_save_that_has_begun(local, tmp_path):
-    done = _run(tmp_path, WITHIN_ANOTHER.format(uri=local.uri, folder=os.fspath(tmp_path)))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "waits: True\nended: 0\n"
+    process = context.Process(target=_train, args=(local.uri, tmp_path))
+    process.start()
+    try:
+        assert eventually((tmp_path / "ends").exists, PATIENCE)
+        process.join(1)  # multiprocessing sends SIGTERM meanwhile
+        assert process.is_alive()
+        Gate(tmp_path).open()
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
     assert step_at(local) == 7
 
 
-def test_the_process_of_a_killed_trainer_sends_the_rest_and_commits_nothing(shaky, proxy, tmp_path):
-    family, held = uuid.uuid4().hex, threading.Event()
-    reached = threading.Event()
+def test_the_process_of_a_killed_trainer_sends_the_rest_and_commits_nothing(shaky, proxy):
+    family, held, reached = uuid.uuid4().hex, threading.Event(), threading.Event()
 
     def hold(_: object) -> None:
         reached.set()
