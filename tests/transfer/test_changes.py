@@ -1,24 +1,19 @@
 """A tensor that changes while it is sent is noticed, whether the store verifies it or not."""
 
 import dataclasses
-import random
 import uuid
 from unittest import mock
 
 import pytest
 
 from cloudckpt.checksum import CRC32C, BlockChecksums
-from cloudckpt.config import RetryPolicy
 from cloudckpt.errors import ConnectionLostError, ServerError, TensorChangedError
-from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import Piece
-from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
+from transfer.props import KEY, PART, held, send, some_bytes
 
-PART, BLOCK, KEY = 1000, 256, "run/object"
+BLOCK = 256
 
 
 class Slow(MemoryStore):
@@ -40,18 +35,6 @@ class Slow(MemoryStore):
             body, number, checksum, lambda: send(upload, number, body, checksum=checksum)
         )
 
-    def complete_upload(self, upload, parts, *, if_absent=False):
-        data = b"".join(self._parts(upload)[part.number] for part in parts)
-        info = super().put(
-            upload.key,
-            [memoryview(data)],
-            checksum=CRC32C.of(data),
-            attempt=upload.attempt,
-            if_absent=if_absent,
-        )
-        self.abort_upload(upload)
-        return info
-
     def _take(self, body, number, checksum, send):
         self.tries += 1
         self.before(body, number)
@@ -60,24 +43,6 @@ class Slow(MemoryStore):
         sent = send()
         self.behind(body, number)
         return sent
-
-
-def send(store, pieces):
-    group = TaskGroup(4)
-    retrier = Retrier(RetryPolicy(attempts=5, base=0.0, cap=0.0), group.cancellation)
-    upload = ObjectUpload(store, KEY, PART, group, retrier, TransferStats())
-
-    def produce():
-        for piece in pieces:
-            upload.write(piece)
-        upload.close()
-
-    try:
-        group.run(produce)
-    except BaseException:
-        upload.abandon()
-        raise
-    return upload
 
 
 def pieces_of(data, item="weight"):
@@ -94,7 +59,7 @@ SIZES = pytest.mark.parametrize("size", [300, 3 * PART], ids=["whole", "parts"])
 
 
 def tensor(size):
-    return bytearray(random.Random(size).randbytes(size))
+    return bytearray(some_bytes(size))
 
 
 def change(body, number):
@@ -123,8 +88,7 @@ def test_what_changes_before_it_is_sent_is_named_and_not_kept(size, verifies):
     assert caught.value.item == "weight"
     assert caught.value.uri == store.uri(KEY)
     assert store.tries <= (1 if size < PART else 4)  # not sent again and again
-    assert list(store.list("")) == []
-    assert list(store.list_uploads("")) == []
+    assert held(store) == []
 
 
 @SIZES

@@ -1,6 +1,5 @@
 """As many connections as were asked for, or as many as pay, which the next transfer begins with."""
 
-import threading
 import time
 import uuid
 
@@ -10,6 +9,7 @@ from cloudckpt.config import Config
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.lanes import FIRST
 from support.memory_store import MemoryStore
+from transfer.props import Crowd
 
 MB = 1_000_000
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -35,35 +35,17 @@ class Counting(MemoryStore):
         return [int((now - begun) * 10 * MB) for begun in before.values()]
 
 
-class Crowd:
-    """Tasks that take a moment; counts how many there are at a time."""
-
-    def __init__(self, seconds=0.02):
-        self.most = 0
-        self._here = 0
-        self._lock = threading.Lock()
-        self._seconds = seconds
-
-    def visit(self):
-        with self._lock:
-            self._here += 1
-            self.most = max(self.most, self._here)
-        time.sleep(self._seconds)
-        with self._lock:
-            self._here -= 1
-
-
 def crowd_of(store, tasks, direction="out", **options):
     """The most tasks that ran at a time."""
-    crowd = Crowd()
+    crowd = Crowd(0.02)
     group = transfer_group(store, Config(**options), direction, name="crowd")
 
     def produce():
         for _ in range(tasks):
-            group.submit(crowd.visit)
+            group.submit(crowd)
 
     group.run(produce)
-    return crowd.most
+    return max(crowd.counts)
 
 
 def test_lanes_are_added_while_that_pays_and_not_beyond_the_most(monkeypatch):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import random
 import resource
 import threading
 import uuid
@@ -30,6 +29,7 @@ from cloudckpt.transfer.landing import BytesSink, StoredBytes, TensorSink, Wante
 from cloudckpt.transfer.stats import TransferStats
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
+from transfer.props import put, some_bytes
 
 BLOCK = 1000
 PATIENT = RetryPolicy(attempts=200, base=0.0, cap=0.0)
@@ -48,19 +48,10 @@ def store():
     return FaultyStore(MemoryStore(uuid.uuid4().hex))
 
 
-def put(store, key, data):
-    return store.inner.put(key, [memoryview(data)], checksum=CRC32C.of(data))
-
-
-def stored(store, size):
-    """The bytes of an object that is there."""
-    data = some_bytes(size)
-    put(store, "object", data)
+def stored(store, data, key="object"):
+    """The bytes of an object that is there now."""
+    put(store.inner, key, data)
     return data
-
-
-def some_bytes(size, seed=0):
-    return random.Random(f"{size}/{seed}").randbytes(size)
 
 
 def source_of(data, *, key="object", offset=0, nbytes=None, block=BLOCK, item="item"):
@@ -113,7 +104,7 @@ def test_every_wanted_byte_arrives(items, parts, request_size, merge_gap, verify
         raws.append(("b" if where else "a", len(content), some_bytes(size, number), block))
         content += raws[-1][2]
     for key, content in contents.items():
-        put(store, key, bytes(content))
+        stored(store, bytes(content), key)
     wanted, expected = [], []
     for number, one, other, divisible in parts:
         key, offset, raw, block = raws[number % len(raws)]
@@ -133,7 +124,7 @@ def as_tensor(data, dtype=torch.float32):
 
 def test_a_plain_tensor_is_received_into_its_own_memory(store):
     """No byte takes a detour: the store is given the tensor's memory to fill."""
-    data = stored(store, 4 * MIB)
+    data = stored(store, some_bytes(4 * MIB))
     target = torch.zeros(MIB, dtype=torch.int32)
     begin, filled = target.data_ptr(), []
     inner = store.inner.get_range
@@ -160,8 +151,7 @@ TARGETS = {
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("request_size", [500, 4000, 10**6])
 def test_a_contiguous_tensor_takes_its_bytes_in_any_cuts(store, name, request_size):
-    data = torch.randn(3000).numpy().tobytes()
-    put(store, "object", data)
+    data = stored(store, torch.randn(3000).numpy().tobytes())
     target = TARGETS[name]()
     source = source_of(data)
     wanted = [Wanted(source, 0, len(data), TensorSink(target, torch.float32), True)]
@@ -170,35 +160,34 @@ def test_a_contiguous_tensor_takes_its_bytes_in_any_cuts(store, name, request_si
 
 
 def test_a_box_is_taken_out_of_the_rows_around_it(store):
-    stored = torch.randn(40, 30)
-    data = stored.numpy().tobytes()
-    put(store, "object", data)
+    whole = torch.randn(40, 30)
+    data = stored(store, whole.numpy().tobytes())
     target = torch.zeros(10, 8)
     sink = TensorSink(target, torch.float32, (40, 30))
     start = (5 * 30 + 11) * 4
     stop = start + (9 * 30 + 8) * 4
     fetch(store, [Wanted(source_of(data), start, stop, sink, False)])
-    assert torch.equal(target, stored[5:15, 11:19])
+    assert torch.equal(target, whole[5:15, 11:19])
 
 
 # economy
 
 
 def test_with_checksums_whole_blocks_are_read_and_no_more(store):
-    data = stored(store, 100_000)
+    data = stored(store, some_bytes(100_000))
     want = bytes_wanted(source_of(data), 5500, 7200)
     assert fetch(store, [want]).nbytes == 3 * BLOCK
     assert bytes(want.sink.data) == data[5500:7200]
 
 
 def test_without_checksums_only_what_is_wanted_is_read(store):
-    data = stored(store, 100_000)
+    data = stored(store, some_bytes(100_000))
     want = bytes_wanted(source_of(data), 5500, 7200)
     assert fetch(store, [want], verify=False).nbytes == 1700
 
 
 def test_neighbours_share_a_request(store):
-    data = stored(store, 100_000)
+    data = stored(store, some_bytes(100_000))
     source = source_of(data)
     wanted = [bytes_wanted(source, at, at + 100) for at in range(0, 90_000, 3000)]
     assert fetch(store, wanted, merge_gap=4000).requests == 1
@@ -206,7 +195,7 @@ def test_neighbours_share_a_request(store):
 
 
 def test_a_connection_that_broke_is_resumed_where_it_broke(store):
-    data = stored(store, 100_000)
+    data = stored(store, some_bytes(100_000))
     store.fail("get_range", ConnectionLostError, calls=[1, 2], when="during", moved=30_000)
     want = bytes_wanted(source_of(data))
     stats = fetch(store, [want])
@@ -239,7 +228,7 @@ class Damaging(MemoryStore):
 @pytest.mark.parametrize("request_size", [8 * BLOCK, 10**6])
 def test_damage_on_the_way_is_repaired_by_reading_again(place, request_size, caplog):
     store = FaultyStore(Damaging(place, times=1))
-    data = stored(store, 100_000)
+    data = stored(store, some_bytes(100_000))
     want = bytes_wanted(source_of(data))
     with caplog.at_level(logging.WARNING, "cloudckpt"):
         fetch(store, [want], request_size=request_size)
@@ -249,7 +238,7 @@ def test_damage_on_the_way_is_repaired_by_reading_again(place, request_size, cap
 
 def test_damage_in_the_store_is_told_with_its_place():
     store = FaultyStore(Damaging(77_777, times=10**9))
-    data = stored(store, 100_000)
+    data = stored(store, some_bytes(100_000))
     with pytest.raises(CheckpointCorruptError, match="bytes 77000 to 78000") as caught:
         fetch(store, [bytes_wanted(source_of(data, item="layer.weight"))])
     assert caught.value.item == "layer.weight"
@@ -258,8 +247,7 @@ def test_damage_in_the_store_is_told_with_its_place():
 
 def test_damaged_bytes_are_not_delivered_to_a_tensor_that_takes_a_detour():
     store = FaultyStore(Damaging(500, times=10**9))
-    data = torch.randn(300).numpy().tobytes()
-    put(store, "object", data)
+    data = stored(store, torch.randn(300).numpy().tobytes())
     target = torch.zeros(300, dtype=torch.float64)
     with pytest.raises(CheckpointCorruptError):
         fetch(store, [Wanted(source_of(data), 0, 1200, TensorSink(target, torch.float32), True)])
@@ -282,11 +270,11 @@ def test_an_object_that_changed_since_the_checkpoint_is_noticed(store, change, b
     data = some_bytes(10_000)
     source = dataclasses.replace(source_of(data, block=block), object_size=len(data))
     if change == "shorter":
-        put(store, "object", data[:9000])
+        stored(store, data[:9000])
     elif change == "longer":
-        put(store, "object", data + b"more")
+        stored(store, data + b"more")
     elif change == "replaced":
-        put(store, "object", some_bytes(10_000, "other"))
+        stored(store, some_bytes(10_000, "other"))
     with pytest.raises(CheckpointCorruptError) as caught:
         fetch(store, [bytes_wanted(source)])
     assert caught.value.item == "item"
@@ -308,7 +296,7 @@ def test_an_object_that_is_replaced_under_two_requests_at_once_is_noticed():
             return super().get_range(key, start, into, **others)
 
     store = FaultyStore(Swapping(uuid.uuid4().hex))
-    data = stored(store, 10_000)
+    data = stored(store, some_bytes(10_000))
     source = source_of(data, block=0)
     wanted = [bytes_wanted(source, 0, 1000), bytes_wanted(source, 9000, 10_000)]
     with pytest.raises(CheckpointCorruptError, match="replaced"):

@@ -1,6 +1,5 @@
 """Parallel tasks: bounded, and the first failure stops the rest."""
 
-import contextlib
 import gc
 import sys
 import threading
@@ -11,6 +10,7 @@ import pytest
 from cloudckpt.errors import ServerError, TransferCancelledError
 from cloudckpt.transfer import group as group_module
 from cloudckpt.transfer.group import TaskGroup
+from transfer.props import Crowd
 
 PATIENCE = 30  # seconds after which a test that hangs fails
 
@@ -42,27 +42,12 @@ def run(group, *tasks):
     group.run(produce)
 
 
-class Running:
-    """A task that notes how many of it run at once, each time that one begins."""
-
-    def __init__(self, seconds=0.001):
-        self.seconds, self.running, self.counts, self.lock = seconds, 0, [], threading.Lock()
-
-    def __call__(self):
-        with self.lock:
-            self.running += 1
-            self.counts.append(self.running)
-        threading.Event().wait(self.seconds)  # gives others the chance to be too many
-        with self.lock:
-            self.running -= 1
-
-
 def fail():
     raise ServerError("first")
 
 
 def test_no_more_tasks_run_at_once_than_the_group_is_wide():
-    work = Running()
+    work = Crowd()
     run(TaskGroup(3), *[work] * 60)
     assert max(work.counts) <= 3
     assert len(work.counts) == 60
@@ -95,7 +80,7 @@ def test_a_group_grows_when_its_pace_says_so():
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_group_shrinks_when_its_pace_says_so_and_all_tasks_are_carried_out(width):
-    work = Running(0.002)
+    work = Crowd(0.002)
     run(TaskGroup(8, name="shrinks", pace=Widths(8, width)), *[work] * 200)
     assert len(work.counts) == 200
     assert max(work.counts[-100:]) <= width
@@ -118,37 +103,23 @@ def test_a_failure_ends_a_group_that_grows():
 
 def test_a_producer_does_not_run_ahead_of_the_tasks():
     """Two tasks wait and as many run as the group is wide; who submits more has to wait."""
-    width, submitted, finished, excess = 2, 0, 0, 0
-    lock = threading.Lock()
-    full = threading.Event()
-    gate = Gate()
+    width, finished, ahead, gate = 2, [], [], Gate()
+    opener = threading.Timer(0.05, gate.open)
 
     def work():
-        nonlocal finished
         gate.wait()
-        with lock:
-            finished += 1
-
-    def open_when_full():
-        assert full.wait(PATIENCE)
-        gate.open()
+        finished.append(1)
 
     def produce():
-        nonlocal submitted, excess
-        for _ in range(40):
+        for number in range(1, 41):
             group.submit(work)
-            with lock:
-                submitted += 1
-                excess = max(excess, submitted - finished - width)
-            if submitted == width + 2:
-                full.set()
+            ahead.append(number - len(finished) - width)
+            if number == width + 2:
+                opener.start()
 
-    opener = threading.Thread(target=open_when_full)
-    opener.start()
     group = TaskGroup(width)
     group.run(produce)
-    opener.join()
-    assert excess <= 2
+    assert max(ahead) == 2
 
 
 @pytest.mark.parametrize("of_producer", [False, True])
@@ -200,13 +171,13 @@ def test_an_error_breaks_off_what_other_tasks_wait_for():
 def test_tasks_that_wait_are_dropped_after_an_error():
     ran, failing, gate = [], Gate(), Gate()
 
-    def fail():
+    def fail_then():
         failing.open()
         gate.wait()
-        raise ServerError("first")
+        fail()
 
     def produce():
-        group.submit(fail)
+        group.submit(fail_then)
         failing.wait()
         group.submit(lambda: ran.append(1))
         group.submit(lambda: ran.append(2))
@@ -221,16 +192,16 @@ def test_tasks_that_wait_are_dropped_after_an_error():
 def test_a_producer_that_waits_is_told_of_the_error():
     gate, told = Gate(), []
 
-    def fail():
+    def fail_then():
         gate.wait()
-        raise ServerError("first")
+        fail()
 
     def produce():
         try:
             for number in range(100):
                 if number == 2:
                     gate.open()
-                group.submit(fail)
+                group.submit(fail_then)
         except TransferCancelledError as error:
             told.append(error)
             raise
@@ -245,25 +216,18 @@ def test_an_interrupt_is_raised_even_if_a_task_failed_before():
     """Who survives any Exception of a save must not survive Ctrl-C."""
     failing = Gate()
 
-    def fail():
+    def fail_then():
         failing.open()
-        raise ServerError("first")
+        fail()
 
     def produce():
-        group.submit(fail)
+        group.submit(fail_then)
         failing.wait()
         raise KeyboardInterrupt
 
     group = TaskGroup(1)
     with pytest.raises(KeyboardInterrupt):
         group.run(produce)
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_no_thread_is_left_behind(fails):
-    with pytest.raises(ServerError) if fails else contextlib.nullcontext():
-        run(TaskGroup(4, name="left-behind"), *[fail if fails else lambda: None] * 3)
-    assert threads_of("left-behind") == []
 
 
 def test_a_thread_that_waits_for_work_keeps_no_buffer_alive():
@@ -285,12 +249,9 @@ def test_a_group_may_be_ended_in_one_of_its_own_threads():
     """Where the garbage collector finds a forgotten upload, whichever thread it runs in."""
     group, found = TaskGroup(2, name="forgotten"), []
 
-    def refuse():
-        raise ServerError("nobody waits for it")
-
     def end():
         try:
-            group.run(refuse)
+            group.run(fail)
         except ServerError as error:
             found.append(error)
 

@@ -1,13 +1,12 @@
 """Objects that a store copies by itself arrive whole, in one request or in parts."""
 
 import dataclasses
-import random
 import uuid
 
 import pytest
 
 from cloudckpt.checksum import CRC32C
-from cloudckpt.config import MIB, RetryPolicy
+from cloudckpt.config import MIB
 from cloudckpt.errors import (
     AccessDeniedError,
     ConnectionLostError,
@@ -17,16 +16,11 @@ from cloudckpt.errors import (
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.transfer.copying import ObjectCopy, copies_within, copy_part_size
-from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.stats import TransferStats
-from support.contract.data import put
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
+from transfer.props import PART, held, put, some_bytes, transfer
 
-PART = 1000
-AT_ONCE = RetryPolicy(attempts=6, base=0.0, cap=0.0)
-DATA = random.Random(7).randbytes(3 * PART + 17)
+DATA = some_bytes(3 * PART + 17)
 
 
 @pytest.fixture
@@ -40,21 +34,17 @@ def target():
 
 
 def copy(source, found, target, *, part_size=PART, create_only=False):
-    group = TaskGroup(4)
-    retrier = Retrier(AT_ONCE, group.cancellation)
-    stats, moved = TransferStats(), []
-    made = ObjectCopy(target, "copy", part_size, group, retrier, stats, create_only=create_only)
-    try:
-        group.run(lambda: made.start(source, found, moved.append))
-    except BaseException:
-        made.abandon()
-        raise
+    moved = []
+    made, _ = transfer(
+        ObjectCopy,
+        target,
+        "copy",
+        part_size,
+        produce=lambda made: made.start(source, found, moved.append),
+        create_only=create_only,
+    )
     assert sum(moved) == found.size
     return made.info
-
-
-def left(target):
-    return [*target.inner.list(""), *target.inner.list_uploads("")]
 
 
 @pytest.mark.parametrize("size", [0, PART, PART + 1, len(DATA)])
@@ -64,7 +54,7 @@ def test_a_copy_is_made_in_parts_where_it_takes_several(source, target, size):
     assert bytes(target.get("copy")[0]) == DATA[:size]
     assert (info.size, info.checksum) == (size, CRC32C.of(DATA[:size]))
     assert target.calls["copy_part"] == (0 if size <= PART else -(-size // PART))
-    assert [info.key for info in left(target)] == ["copy"]
+    assert held(target.inner) == ["copy"]
 
 
 @pytest.mark.parametrize("verb", ["copy", "copy_part", "create_upload", "complete_upload"])
@@ -78,14 +68,14 @@ def test_what_fails_for_a_moment_is_tried_again(source, target, verb, when):
     copy(source, known, target, part_size=part_size, create_only=True)
     assert target.failed[verb] == 2
     assert bytes(target.get("copy")[0]) == DATA
-    assert [info.key for info in left(target)] == ["copy"]
+    assert held(target.inner) == ["copy"]
 
 
 def test_a_copy_that_fails_leaves_nothing(source, target):
     target.fail("copy_part", AccessDeniedError, calls=[3])
     with pytest.raises(AccessDeniedError):
         copy(source, put(source, "object", DATA), target)
-    assert left(target) == []
+    assert held(target.inner) == []
 
 
 def test_a_source_that_is_replaced_amid_the_copy_fails_it(source, target):
@@ -98,7 +88,7 @@ def test_a_source_that_is_replaced_amid_the_copy_fails_it(source, target):
     target.fail("copy_part", replace, calls=[2])
     with pytest.raises(PreconditionFailedError):
         copy(source, found, target)
-    assert left(target) == []
+    assert held(target.inner) == []
 
 
 def test_only_stores_of_a_kind_copy_within_and_only_what_their_limits_allow(source, target):

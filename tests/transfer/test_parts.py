@@ -9,6 +9,7 @@ from cloudckpt.checksum import ALGORITHMS, CRC32C, BlockChecksums
 from cloudckpt.config import MIB
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.parts import PartCutter, Piece, choose_part_size
+from transfer.props import cut
 
 S3 = Capabilities(
     conditional_writes=True,
@@ -35,7 +36,7 @@ class Loan:
         self.returns += self.holders == 0
 
 
-def cut(pieces, part_size):
+def parts_of(pieces, part_size):
     """All parts of a stream of pieces."""
     cutter = PartCutter(part_size)
     parts = [part for piece in pieces for part in cutter.push(piece)]
@@ -50,11 +51,7 @@ def bytes_of(part):
 @given(sizes=st.lists(st.integers(0, 400), max_size=20), part_size=st.integers(1, 300))
 def test_parts_are_the_stream_in_equal_pieces(sizes, part_size):
     data = random.Random(0).randbytes(sum(sizes))
-    pieces, at = [], 0
-    for size in sizes:
-        pieces.append(Piece(memoryview(data)[at : at + size]))
-        at += size
-    parts = cut(pieces, part_size)
+    parts = parts_of(cut(data, sizes), part_size)
     assert b"".join(bytes_of(part) for part in parts) == data
     assert [part.number for part in parts] == list(range(1, len(parts) + 1))
     assert all(part.size == part_size for part in parts[:-1])
@@ -87,7 +84,7 @@ def test_checksums_of_parts_and_items_are_right_in_any_order(
             pieces.append(Piece(memoryview(data)[at : at + length], checksums, start=at))
             at += length
         pieces.append(Piece(memoryview(b"behind")))
-    parts = cut(pieces, part_size)
+    parts = parts_of(pieces, part_size)
     shuffle.shuffle(parts)
     for part in parts:
         assert part.checksum(algorithm) == algorithm.of(bytes_of(part))
@@ -102,7 +99,7 @@ def test_every_loan_is_given_back_once_with_its_last_part(sizes, part_size):
     pieces = [
         Piece(memoryview(bytes(size)), lease=loan) for size, loan in zip(sizes, loans, strict=True)
     ]
-    for part in cut(pieces, part_size):
+    for part in parts_of(pieces, part_size):
         held = {id(piece.lease) for piece in part.pieces}
         assert all(loan.holders > 0 for loan in loans if id(loan) in held)
         part.release()
@@ -115,7 +112,7 @@ def test_bytes_that_are_still_on_their_way_are_waited_for():
     def arrive():
         memory[:] = b"data"
 
-    (part,) = cut([Piece(memoryview(memory), ready=arrive)], 10)
+    (part,) = parts_of([Piece(memoryview(memory), ready=arrive)], 10)
     part.await_bytes()
     assert part.checksum(CRC32C) == CRC32C.of(b"data")
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import itertools
+import math
 import queue
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -26,23 +28,46 @@ BLOCK = 64 * KIB
 PATIENCE = 20.0
 
 
-class Threads(Ring):
-    """Ranks that are threads; ``mailboxes[n]`` is what rank n has yet to receive."""
+class Links:
+    """Where the messages of ranks wait, one for each; and who is dead."""
 
-    def __init__(self, mailboxes: list[queue.Queue[torch.Tensor]], position: int) -> None:
-        self._mailboxes = mailboxes
-        self.size = len(mailboxes)
+    def __init__(self, ranks: int) -> None:
+        self.mailboxes = [queue.Queue[torch.Tensor](1) for _ in range(ranks)]
+        self.dead: set[int] = set()
+
+
+class Threads(Ring):
+    """A rank that is a thread, and dies after some exchanges if ``lives`` says so."""
+
+    def __init__(self, links: Links, position: int, lives: float = math.inf) -> None:
+        self._links, self._lives = links, lives
+        self.size = len(links.mailboxes)
         self.position = position
 
     def exchange(self, out, into):
+        self._lives -= 1
+        if self._lives < 0:
+            self._links.dead.add(self.position)
+            raise SystemExit
+        after, before = (self.position + 1) % self.size, (self.position - 1) % self.size
+        there, here = self._links.mailboxes[after], self._links.mailboxes[self.position]
+        lost = missing = None
         if out is not None:
-            self._mailboxes[(self.position + 1) % self.size].put(out.clone())
+            lost = self._wait(after, lambda: there.put(out.clone(), timeout=0.05))
         if into is not None:
+            missing = self._wait(before, lambda: into.copy_(here.get(timeout=0.05)))
+        return lost, missing
+
+    def _wait(self, peer, move):
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
             try:
-                into.copy_(self._mailboxes[self.position].get(timeout=PATIENCE))
-            except queue.Empty:
-                return None, RuntimeError("nothing came")
-        return None, None
+                move()
+                return None
+            except (queue.Full, queue.Empty):
+                if peer in self._links.dead:
+                    return RuntimeError("closed by peer")
+        return RuntimeError("nothing came")
 
 
 class Counting(MemoryStore):
@@ -103,9 +128,10 @@ def load(
     config=Config(connections=4),  # noqa: B008 - frozen
     starve=lambda rank, download: None,
     ring=Threads,
+    rounds=1,
 ):
     """Has each rank, with its store, load all sources; returns the sinks and the errors."""
-    mailboxes = [queue.Queue() for _ in stores]
+    links = Links(len(stores))
     sinks = [[BytesSink(source.nbytes) for source in sources] for _ in stores]
 
     def work(rank: int) -> None:
@@ -115,9 +141,8 @@ def load(
             Wanted(source, 0, source.nbytes, sink, True)
             for source, sink in zip(sources, sinks[rank], strict=True)
         ]
-        requests = shared_requests(segments_for(wanted, config), len(stores))
-        assert requests is not None
-        place = ring(mailboxes, rank)
+        requests = [*shared_requests(segments_for(wanted, config), len(stores))] * rounds
+        place = ring(links, rank)
         budget = config.memory_budget
         download.run(lambda: ring_allgather(download, place, requests, budget=budget))
 
@@ -239,73 +264,15 @@ def test_what_is_damaged_in_the_store_fails_on_the_ranks_that_want_it():
     assert set(map(type, raised)) <= {CheckpointCorruptError, TransferCancelledError, type(None)}
 
 
-class Dead(Threads):
-    """A rank whose neighbours find it gone after some exchanges."""
-
-    def __init__(self, mailboxes, position, gone: threading.Event, steps: int) -> None:
-        super().__init__(mailboxes, position)
-        self._gone, self._left = gone, steps
-
-    def exchange(self, out, into):
-        if not self._left:
-            self._gone.set()
-            raise SystemExit
-        self._left -= 1
-        return super().exchange(out, into)
-
-
-class BesideDead(Threads):
-    """The rank before (``sends_to``: exchanges that the other lives for) or after one that dies."""
-
-    def __init__(self, mailboxes, position, gone: threading.Event, sends_to: int | None) -> None:
-        super().__init__(mailboxes, position)
-        self._gone, self._left = gone, sends_to
-
-    def exchange(self, out, into):
-        if self._left is not None:
-            if not self._left:  # whoever is sent nothing later finds nothing wrong
-                self._gone.wait(PATIENCE)
-            self._left = max(self._left - 1, 0)
-            is_lost = self._gone.is_set() and out is not None
-            lost = RuntimeError("closed by peer") if is_lost else None
-            return lost, super().exchange(None if lost else out, into)[1]
-        if into is not None:
-            while True:
-                try:
-                    into.copy_(self._mailboxes[self.position].get(timeout=0.05))
-                    break
-                except queue.Empty:
-                    if self._gone.is_set():
-                        super().exchange(out, None)
-                        return None, RuntimeError("closed by peer")
-            into = None
-        return super().exchange(out, into)
-
-
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_if_a_rank_dies_all_others_end(steps):
     name = f"dead-{steps}"
     _, sources = stored(name, [16 * 1024 * KIB])
-    mailboxes = [queue.Queue() for _ in range(4)]
-    gone = threading.Event()
-    rings = [
-        BesideDead(mailboxes, 0, gone, steps),
-        Dead(mailboxes, 1, gone, steps),
-        BesideDead(mailboxes, 2, gone, None),
-        Threads(mailboxes, 3),
-    ]
 
-    def work(rank: int) -> None:
-        download = Download(MemoryStore(name), Config(connections=4), TransferStats())
-        wanted = [Wanted(one, 0, one.nbytes, BytesSink(one.nbytes), True) for one in sources]
-        requests = shared_requests(segments_for(wanted, Config()), 4)
-        assert requests is not None
-        requests = list(itertools.chain(requests, requests))  # two rounds
-        download.run(
-            lambda: ring_allgather(download, rings[rank], requests, budget=64 * 1024 * KIB)
-        )
+    def ring(links, rank):
+        return Threads(links, rank, lives=steps if rank == 1 else math.inf)
 
-    raised = run_ranks(work, 4)
+    _, raised = load([Counting(name) for _ in range(4)], sources, ring=ring, rounds=2)
     assert type(raised[1]) is SystemExit
     assert {type(raised[rank]) for rank in (0, 2)} == {RuntimeError}
     assert type(raised[3]) is TransferCancelledError

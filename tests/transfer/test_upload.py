@@ -1,8 +1,8 @@
 """Objects are sent whole or not at all, whatever the store does to single requests."""
 
+import contextlib
 import dataclasses
 import logging
-import random
 import threading
 import uuid
 
@@ -23,17 +23,12 @@ from cloudckpt.errors import (
     ThrottledError,
     TransferCancelledError,
 )
-from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, put_whole
+from cloudckpt.transfer.upload import put_whole
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
-
-PART = 1000
-KEY = "run/object"
-AT_ONCE = RetryPolicy(attempts=6, base=0.0, cap=0.0)
+from transfer.props import AT_ONCE, KEY, PART, Crowd, cut, held, put, send, some_bytes
 
 
 class Checking(MemoryStore):
@@ -51,19 +46,10 @@ class Checking(MemoryStore):
         self._check(body, checksum)
         return super().put_part(upload, number, body, checksum=checksum, **others)
 
-    def complete_upload(self, upload, parts, *, if_absent=False):
+    def complete_upload(self, upload, parts, **options):
         assert [part.number for part in parts] == list(range(1, len(parts) + 1))
         assert all(part.size == upload.part_size for part in parts[:-1])
-        data = b"".join(self._parts(upload)[part.number] for part in parts)
-        info = super().put(
-            upload.key,
-            [memoryview(data)],
-            checksum=CRC32C.of(data),
-            attempt=upload.attempt,
-            if_absent=if_absent,
-        )
-        self.abort_upload(upload)
-        return info
+        return super().complete_upload(upload, parts, **options)
 
     def _check(self, body, crc):
         assert CRC32C.of(b"".join(body)) == crc
@@ -76,37 +62,7 @@ def store():
 
 
 def pieces_of(data, size):
-    return [Piece(memoryview(data)[at : at + size]) for at in range(0, len(data), size)]
-
-
-def send(store, pieces, *, width=4, policy=AT_ONCE, key=KEY, create_only=False, end=None):
-    """What a writer does: writes, closes, and abandons if anything fails."""
-    stats = TransferStats()
-    group = TaskGroup(width)
-    retrier = Retrier(policy, group.cancellation, on_retry=stats.add_retry)
-    upload = ObjectUpload(store, key, PART, group, retrier, stats, create_only=create_only)
-
-    def produce():
-        for piece in pieces:
-            upload.write(piece)
-        upload.close(end)
-
-    try:
-        group.run(produce)
-    except BaseException:
-        upload.abandon()
-        raise
-    return upload, stats.snapshot()
-
-
-def held(store):
-    """All that a bucket holds: objects and unfinished uploads."""
-    objects = [info.key for info in store.inner.list("")]
-    return objects + [f"upload of {upload.key}" for upload in store.inner.list_uploads("")]
-
-
-def some_bytes(size):
-    return random.Random(size).randbytes(size)
+    return cut(data, [size] * -(-len(data) // size))
 
 
 @pytest.mark.parametrize("size", [0, 1, PART - 1, PART, PART + 1, 2 * PART, 2 * PART + 1, 12_345])
@@ -118,7 +74,7 @@ def test_an_object_arrives_as_it_was_written(store, size, piece):
     assert upload.info == store.inner.head(KEY)
     assert upload.position == size
     assert upload.checksum == CRC32C.of(data)
-    assert held(store) == [KEY]
+    assert held(store.inner) == [KEY]
 
 
 def test_nothing_is_copied_on_the_way_to_the_store(store):
@@ -143,17 +99,12 @@ def test_an_object_arrives_through_any_passing_faults(sizes, seed, share, width)
     for verb in ("put", "put_part"):
         store.fail(verb, ConnectionLostError, probability=share / 3, when="during", moved=1)
     data = some_bytes(sum(sizes))
-    pieces, at = [], 0
-    for size in sizes:
-        pieces.append(Piece(memoryview(data)[at : at + size]))
-        at += size
-    upload, stats = send(
-        store, pieces, width=width, policy=RetryPolicy(attempts=200, base=0.0, cap=0.0)
-    )
+    patient = RetryPolicy(attempts=200, base=0.0, cap=0.0)
+    upload, stats = send(store, cut(data, sizes), width=width, policy=patient)
     assert bytes(store.inner.get(KEY)[0]) == data
     assert upload.info == store.inner.head(KEY)
     assert upload.checksum == CRC32C.of(data)
-    assert held(store) == [KEY]
+    assert held(store.inner) == [KEY]
     assert stats.retries == sum(store.failed.values())
 
 
@@ -166,7 +117,7 @@ def test_an_upload_that_someone_else_has_ended_is_no_success(store, there):
         for upload in store.inner.list_uploads(""):
             store.inner.abort_upload(upload)
         if there is not None:
-            store.inner.put(KEY, [memoryview(there)], checksum=CRC32C.of(there))
+            put(store.inner, KEY, there)
         return ConnectionLostError(message)
 
     store.fail("complete_upload", lose, calls=[1])
@@ -179,37 +130,30 @@ REFUSALS = [AccessDeniedError, PreconditionFailedError, InvalidRequestError, Obj
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 @pytest.mark.parametrize("verb", ["put", "complete_upload"])
-def test_an_object_whose_answer_was_lost_may_refuse_to_be_made_again(store, verb, refusal):
-    """It exists, is retained or held, or its upload is gone: but it is this one."""
-    store.fail(verb, ConnectionLostError, calls=[1], when="after")
-    store.fail(verb, refusal, calls=[2])
-    data = some_bytes(700 if verb == "put" else 2500)
-    upload, _ = send(store, pieces_of(data, 700))
-    assert upload.info == store.inner.head(KEY)
-    assert bytes(store.inner.get(KEY)[0]) == data
-
-
-@pytest.mark.parametrize("refusal", REFUSALS)
-@pytest.mark.parametrize("verb", ["put", "complete_upload"])
-@pytest.mark.parametrize("there", ["nothing", "other bytes", "the same bytes", "of nobody"])
-def test_a_refusal_behind_a_lost_answer_is_told_if_the_object_is_another(
+@pytest.mark.parametrize(
+    "there", ["its own", "nothing", "other bytes", "the same bytes", "of nobody"]
+)
+def test_a_refusal_after_a_lost_answer_is_success_only_if_this_write_made_the_object(
     store, verb, refusal, there
 ):
+    """It exists, is retained or held, or its upload is gone."""
     data = some_bytes(700 if verb == "put" else 2500)
-    if there != "nothing":
+    if there not in ("its own", "nothing"):
         other = data[::-1] if there == "other bytes" else data
-        name = "" if there == "of nobody" else "f" * 16
-        store.inner.put(KEY, [memoryview(other)], checksum=CRC32C.of(other), attempt=name)
-    store.fail(verb, ConnectionLostError, calls=[1], when="before")
+        put(store.inner, KEY, other, attempt="" if there == "of nobody" else "f" * 16)
+    is_own = there == "its own"
+    store.fail(verb, ConnectionLostError, calls=[1], when="after" if is_own else "before")
     store.fail(verb, refusal, calls=[2])
-    with pytest.raises(refusal):
-        send(store, pieces_of(data, 700))
+    with contextlib.nullcontext() if is_own else pytest.raises(refusal):
+        upload, _ = send(store, pieces_of(data, 700))
+        assert upload.info == store.inner.head(KEY)
+        assert bytes(store.inner.get(KEY)[0]) == data
 
 
 @pytest.mark.parametrize("size", [700, 2500])
 def test_an_object_with_a_random_key_replaces_none(store, size):
-    data, other = some_bytes(size), b"somebody else's"
-    store.inner.put(KEY, [memoryview(other)], checksum=CRC32C.of(other))
+    data = some_bytes(size)
+    put(store.inner, KEY, b"somebody else's")
     with pytest.raises(PreconditionFailedError):
         send(store, pieces_of(data, 700), create_only=True)
     verb = "put" if size < PART else "complete_upload"
@@ -252,10 +196,10 @@ def test_an_upload_whose_beginning_was_lost_leaves_no_twin(store, fails):
         store.fail("put_part", AccessDeniedError, calls=[2])
         with pytest.raises(AccessDeniedError):
             send(store, pieces_of(some_bytes(2500), 700))
-        assert held(store) == []
+        assert held(store.inner) == []
     else:
         send(store, pieces_of(some_bytes(2500), 700))
-        assert held(store) == [KEY]
+        assert held(store.inner) == [KEY]
 
 
 # failures
@@ -272,7 +216,7 @@ def test_an_object_that_failed_leaves_nothing_behind(store, verb, size, when):
         send(store, pieces_of(some_bytes(size), 700))
     if (verb, when) == ("create_upload", "after"):
         return  # a store that refuses has begun no upload
-    assert held(store) == []
+    assert held(store.inner) == []
 
 
 def test_an_error_of_one_part_stops_the_others():
@@ -298,7 +242,7 @@ def test_an_error_of_one_part_stops_the_others():
     with pytest.raises(AccessDeniedError, match="part 2"):
         send(store, pieces_of(some_bytes(2 * PART), PART), width=2)
     assert stopped == [1]
-    assert held(store) == []
+    assert held(store.inner) == []
 
 
 @pytest.mark.parametrize("error", [ServerError, AccessDeniedError])
@@ -314,24 +258,16 @@ def test_what_can_not_be_cleaned_up_is_logged_and_hides_no_error(store, caplog, 
 
 def test_few_threads_at_a_time_compute_checksums(store, monkeypatch):
     """There is a call for each block, and each gives the GIL away: many threads would queue."""
-    inside, most, lock = 0, 0, threading.Lock()
-    usual = PartPlan.checksum
+    crowd, usual = Crowd(), PartPlan.checksum
 
     def watched(self, algorithm):
-        nonlocal inside, most
-        with lock:
-            inside += 1
-            most = max(most, inside)
-        threading.Event().wait(0.001)  # gives others the chance to be too many
-        try:
-            return usual(self, algorithm)
-        finally:
-            with lock:
-                inside -= 1
+        crowd()
+        return usual(self, algorithm)
 
     monkeypatch.setattr(PartPlan, "checksum", watched)
-    send(store, pieces_of(random.Random(4).randbytes(60 * PART), PART), width=16)
-    assert most <= 2
+    send(store, pieces_of(some_bytes(60 * PART), PART), width=16)
+    assert len(crowd.counts) == 60
+    assert max(crowd.counts) <= 2
 
 
 def test_a_part_that_is_still_copied_does_not_keep_others_from_their_checksums(store):
@@ -373,7 +309,7 @@ def test_an_end_that_is_made_of_the_checksums_before_it_arrives(store, size, len
     assert bytes(store.inner.get(KEY)[0]) == expected
     assert (upload.position, upload.checksum) == (len(expected), CRC32C.of(expected))
     assert made
-    assert held(store) == [KEY]
+    assert held(store.inner) == [KEY]
 
 
 @pytest.mark.parametrize("call", [1, 3, 5])
@@ -384,4 +320,4 @@ def test_an_end_whose_parts_fail_leaves_nothing(store, call, width):
     store.fail("put_part", AccessDeniedError, calls=[call])
     with pytest.raises(AccessDeniedError):
         send(store, [Piece(memoryview(data), sums)], width=width, end=end)
-    assert held(store) == []
+    assert held(store.inner) == []
