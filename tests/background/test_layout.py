@@ -252,11 +252,10 @@ KINDS = [dict, OrderedDict, partial(defaultdict, list), Attributes]  # of which 
 @pytest.mark.parametrize("kind", [*KINDS, Frozen, CopiedInPart, ReadOnly, proxy])
 def test_what_is_in_a_mapping_is_copied_once_and_shares_memory_as_before(stager, kind):
     base, listed = numbered(100), {"n": [1]}
-    content = {"part": base[10:20], "graph": torch.ones(2, requires_grad=True) * 2, "d": listed}
-    content |= {
-        "inner": kind(w=base[:3]),
-        "frozen": FrozenList([base[3:6]]),
-        "pair": ({"w": base},),
+    content = {
+        **{"part": base[10:20], "turned": base.view(10, 10).t(), "d": listed},
+        **{"graph": torch.ones(2, requires_grad=True) * 2, "frozen": FrozenList([base[3:6]])},
+        **{"inner": kind(w=base[:3]), "pair": ({"w": base},)},
     }
     state = {"all": base, "m": kind(**content), "d": listed}
     staged = stager.stage(state)
