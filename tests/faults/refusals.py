@@ -138,26 +138,10 @@ _NOT_REACHED = "upstream connect error or disconnect/reset before headers. reset
 _HTML = "<html><head><title>{0}</title></head><body><center><h1>{0}</h1></center></body></html>"
 GATEWAYS = {
     "envoy": _page(503, _NOT_REACHED, "text/plain"),
-    "bad gateway": _page(502, _HTML.format("502 Bad Gateway")),
-    "gateway timeout": _page(504, _HTML.format("504 Gateway Time-out")),
-    "silent": _page(503, "", "text/plain"),
-    "rate limit": _page(429, "local_rate_limited", "text/plain"),
     "corporate proxy": _page(403, _HTML.format("Access Denied (policy_denied)")),
     "login": _page(401, _HTML.format("Unauthorized")),
     "not found": _page(404, "default backend - 404", "text/plain"),
     "precondition": _page(412, _HTML.format("412 Precondition Failed")),
-    "xml": _page(
-        503,
-        "<?xml version='1.0'?><fault><Code>SlowDown</Code><Message>busy</Message></fault>",
-        "application/xml",
-    ),
-    "numbers in xml": _page(
-        403, "<Error><Code>403</Code><Message>denied</Message></Error>", "application/xml"
-    ),
-    "json": _page(503, '{"code": 503, "message": "no healthy upstream"}', "application/json"),
-    "json of a gateway": _page(
-        503, '{"error": "rateLimitExceeded", "reason": "slowDown"}', "application/json"
-    ),
 }
 """Answers that no store gives, by what gives them."""
 

@@ -35,6 +35,11 @@ REFUSALS = {
     "wrong region": (WrongRegionError, "AWS_REGION=eu-north-1"),
 }
 
+VERBS = {
+    "save": lambda uri, config: cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=config),
+    "load": lambda uri, config: load_step(uri, config, SMALL),
+}
+
 
 @pytest.fixture
 def secrets(dialect, monkeypatch):
@@ -69,30 +74,21 @@ def assert_discreet(error: BaseException, caplog, secrets) -> None:
 class TestRefusals:
     # what each answer of a vendor means is asked of its store, in tests/stores
     @everywhere(refusal=["denied", "expired token", "wrong secret"])
-    @pytest.mark.parametrize("refusal", REFUSALS)
-    def test_a_save_says_what_is_wrong_and_what_to_do(
-        self, store, proxy, fresh, secrets, caplog, refusal
+    @pytest.mark.parametrize(
+        ("verb", "refusal"),
+        [
+            *(("save", refusal) for refusal in REFUSALS),
+            *(("load", refusal) for refusal in ("missing bucket", "denied", "expired token")),
+        ],
+    )
+    def test_a_refusal_says_what_is_wrong_and_what_to_do(
+        self, store, proxy, fresh, secrets, caplog, verb, refusal
     ):
         kind, advice = REFUSALS[refusal]
         proxy.inject(Refusal(refusal))
         uri = store.uri("run/refused")
         with caplog.at_level(logging.DEBUG), pytest.raises(kind, match=advice) as caught:
-            cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=fresh)
-        assert caught.value.uri.startswith(uri)
-        assert caught.value.cause
-        assert len(proxy.requests()) <= 4, "a refusal is not worth many tries"
-        assert_discreet(caught.value, caplog, secrets)
-
-    @everywhere(refusal=["denied"])
-    @pytest.mark.parametrize("refusal", ["missing bucket", "denied", "expired token"])
-    def test_a_load_says_what_is_wrong_and_what_to_do(
-        self, store, proxy, fresh, secrets, caplog, refusal
-    ):
-        kind, advice = REFUSALS[refusal]
-        proxy.inject(Refusal(refusal))
-        uri = store.uri("run/refused")
-        with caplog.at_level(logging.DEBUG), pytest.raises(kind, match=advice) as caught:
-            load_step(uri, fresh, SMALL)
+            VERBS[verb](uri, fresh)
         assert caught.value.uri.startswith(uri)
         assert caught.value.cause
         assert len(proxy.requests()) <= 4, "a refusal is not worth many tries"

@@ -14,7 +14,7 @@ from cloudckpt.checkpoint.objects import CLAIM
 from cloudckpt.errors import CheckpointConflictError, CheckpointExistsError, ConfigError
 from cloudckpt.runs import Preemption
 from support.forks import child
-from support.wire.faults import Call, Reset, StripHeaders, StripQuery
+from support.wire.faults import Call, StripHeaders, StripQuery
 from support.wire.hop import Fault, Hop
 from support.wire.request import Request
 
@@ -64,50 +64,28 @@ def unprobed(unshared):
 class TestRaces:
     @everywhere()
     @pytest.mark.parametrize(
-        ("operation", "path"),
-        [
-            ("PutObject", "*.distcp"),
-            ("PutObject", "*/.metadata"),
-        ],
-        ids=["while data is sent", "before the commit"],
+        ("path", "is_lost"),
+        [("*.distcp", False), ("*/.metadata", False), ("*/.metadata", True)],
+        ids=["while data is sent", "before the commit", "between two tries of the commit"],
     )
     def test_who_commits_second_is_told_and_cleans_up(
-        self, place, store, proxy, shaky, direct, operation, path
+        self, place, store, proxy, shaky, direct, path, is_lost
     ):
-        def overtake(_) -> None:
-            cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
+        @dataclass(frozen=True)
+        class Overtake(Fault):
+            def inflict(self, hop: Hop) -> None:
+                cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
+                if is_lost:
+                    hop.reset()
+                else:
+                    hop.send(hop.forward())
 
-        rule = proxy.inject(Call(overtake), operation=operation, path=path, times=1)
+        rule = proxy.inject(Overtake(), operation="PutObject", path=path, times=1)
         with pytest.raises(CheckpointConflictError) as caught:
             cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=shaky)
         assert rule.injected == 1
         assert caught.value.uri == f"{place}/.metadata"
         assert load_step(place, direct, SMALL) == 3
-        store.assert_tidy()
-
-    @everywhere()
-    def test_a_race_that_is_lost_between_two_tries_is_told_too(
-        self, place, store, proxy, shaky, direct
-    ):
-        @dataclass(frozen=True)
-        class OvertakeAndReset(Fault):
-            def inflict(self, hop: Hop) -> None:
-                cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
-                hop.reset()
-
-        proxy.inject(OvertakeAndReset(), operation="PutObject", path="*/.metadata", times=1)
-        with pytest.raises(CheckpointConflictError):
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=shaky)
-        assert load_step(place, direct, SMALL) == 3
-        store.assert_tidy()
-
-    @everywhere()
-    def test_a_commit_whose_answer_was_lost_is_no_conflict(
-        self, place, store, proxy, shaky, direct
-    ):
-        proxy.inject(Reset("answer"), operation="PutObject", path="*/.metadata", times=1)
-        cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=shaky)
-        assert load_step(place, direct, SMALL) == 2
         store.assert_tidy()
 
     @everywhere()
@@ -259,35 +237,31 @@ class TestZombies:
         assert read(place, direct) == 3
 
 
+def saved_by(road: str, place: str, config: cloudckpt.Config) -> None:
+    if road == "save":
+        cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=config)
+        return
+    options = {"asynchronous": False, "preemption": Preemption(signals=())}
+    run = place.rpartition("/")[0]
+    with cloudckpt.CheckpointManager(run, config=config, **options) as manager:
+        manager.save(1, filled(1, SMALL))
+
+
 class TestStoresWithoutConditions:
     @on("s3", "google", ignored=["both"])
     @pytest.mark.parametrize("ignored", IGNORED)
+    @pytest.mark.parametrize("road", ["save", "manager"])
     def test_a_store_that_ignores_conditions_is_found_out(
-        self, dialect, place, store, proxy, unprobed, ignored
+        self, dialect, place, store, proxy, unprobed, ignored, road
     ):
         before = store.objects()
         proxy.inject(ignoring(dialect, ignored), operation="PutObject")
         with pytest.raises(ConfigError, match=r"conditional_writes='off'") as caught:
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=unprobed)
+            saved_by(road, place, unprobed)
         assert caught.value.uri == store.root
         assert store.objects() == before
-        assert proxy.requests("PutObject", "*/.metadata") == []
-
-    @on("s3", "google", ignored=["both"])
-    @pytest.mark.parametrize("ignored", IGNORED)
-    def test_a_manager_claims_no_run_in_a_store_that_ignores_conditions(
-        self, dialect, store, proxy, unprobed, ignored
-    ):
-        before = store.objects()
-        proxy.inject(ignoring(dialect, ignored), operation="PutObject")
-        options = {"asynchronous": False, "preemption": Preemption(signals=())}
-        with (
-            cloudckpt.CheckpointManager(store.uri("run"), config=unprobed, **options) as manager,
-            pytest.raises(ConfigError, match=r"conditional_writes='off'"),
-        ):
-            manager.save(1, filled(1, SMALL))
-        assert store.objects() == before
-        assert proxy.requests("PutObject", f"*/{CLAIM}") == []
+        for name in (".metadata", CLAIM):
+            assert proxy.requests("PutObject", f"*/{name}") == []
 
     @on("s3", "google")
     def test_without_conditions_a_save_works_and_says_what_is_given_up(

@@ -19,27 +19,12 @@ from cloudckpt.errors import (
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from support.emulators import free_port
-from support.wire.faults import (
-    Call,
-    Reset,
-    Respond,
-)
+from support.wire.faults import Call, Reset, Respond
 from support.wire.hop import Answer
 
-from .refusals import (
-    GATEWAYS,
-    AnswerFirst,
-    NoTag,
-    internal_error,
-)
+from .refusals import GATEWAYS, AnswerFirst, NoTag, internal_error
 from .selection import everywhere, on
-from .states import (
-    ATTEMPTS,
-    SMALL,
-    filled,
-    impatient,
-    load_step,
-)
+from .states import ATTEMPTS, SMALL, filled, impatient, load_step
 from .test_save import STEPS
 
 FEW = ["envoy", "corporate proxy", "precondition"]  # of the gateways: passing, denying, lying

@@ -16,9 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import cloudckpt
 from cloudckpt import RetryPolicy, waiting
 from cloudckpt.checkpointer import SaveFuture
-from cloudckpt.errors import (
-    ServerError,
-)
+from cloudckpt.errors import ServerError
 from support.forks import child
 from support.wire.faults import Call, Drip, Stall
 from support.wire.hop import Fault, Hop
@@ -49,27 +47,16 @@ class NeverAnswered(Fault):
 
 
 @dataclass(frozen=True)
-class Late(Fault):
-    """The request arrives, but only after the interrupt."""
+class Held(Fault):
+    """The store does what it is asked so many seconds after an event."""
 
-    interrupted: threading.Event
-
-    def inflict(self, hop: Hop) -> None:
-        hop.body()
-        assert self.interrupted.wait(PATIENCE)
-        hop.pause(1.0)
-        hop.send(hop.forward())
-
-
-@dataclass(frozen=True)
-class SilentUntilSaid(Fault):
-    """The store does what it is asked once somebody has said that it is waited for."""
-
-    said: threading.Event
+    event: threading.Event
+    after: float = 0.0
 
     def inflict(self, hop: Hop) -> None:
         hop.body()
-        assert self.said.wait(PATIENCE)
+        assert self.event.wait(PATIENCE)
+        hop.pause(self.after)
         hop.send(hop.forward())
 
 
@@ -106,7 +93,7 @@ class TestWaiting:
     ):
         uri, (found, said) = saved(), lines
         operation = "GetObject" if read else "PutObject"
-        proxy.inject(SilentUntilSaid(said), operation=operation, path="*.distcp", times=1)
+        proxy.inject(Held(said), operation=operation, path="*.distcp", times=1)
         config = impatient(endpoint, read_timeout=60.0)
         if read:
             assert load_step(uri, config, SMALL) == 1
@@ -211,8 +198,8 @@ class TestInterrupts:
                 while not proxy.requests(where["operation"], where["path"]):
                     time.sleep(0.01)
                 running.signal(signal.SIGINT)
-                if isinstance(fault, Late):
-                    fault.interrupted.set()
+                if isinstance(fault, Held):
+                    fault.event.set()
                 # Python misses one that comes right before a system call: a user tries again
                 again = threading.Timer(60, running.signal, (signal.SIGINT,))
                 again.start()
@@ -264,7 +251,7 @@ class TestInterrupts:
     def test_what_arrives_after_the_clean_up_does_no_harm(self, interrupt, store, direct):
         """Nobody can call back a request: its object may stay behind, but belongs to nothing."""
         where = {"operation": "PutObject", "path": "*.distcp", "times": 1}
-        late = Late(threading.Event())
+        late = Held(threading.Event(), after=1.0)
         status, outcome, uri = interrupt("save", late, SMALL, LONG, **where)
         assert (status, outcome["threads"]) == (0, [])
         assert load_step(uri, direct, SMALL) == 1

@@ -3,7 +3,6 @@
 import os
 import queue
 import signal
-import threading
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 import cloudckpt
 from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
 from support.forks import child
-from support.wire.faults import Call, Reset
+from support.wire.faults import Reset
 from support.wire.hop import Fault, Hop
 
 from . import jobs
@@ -106,8 +105,8 @@ class TestFaults:
 
 
 @dataclass(frozen=True)
-class KillAtCommit(Fault):
-    """Kills a rank when the commit arrives: before it is carried out, or when it was, unanswered.
+class Kill(Fault):
+    """Kills a rank when a request arrives: before it is carried out, or when it was, unanswered.
 
     What is not carried out never will be.
     """
@@ -126,22 +125,26 @@ class KillAtCommit(Fault):
             hop.send(answer)
 
 
+COMMIT = ("PutObject", "*/.metadata")
+
+
+@pytest.fixture
+def survive(run, proxy):
+    """Kills the victim at a request; returns what came of the other rank, and the URI."""
+
+    def survive(victim: int, operation: str, path: str, *, carried_out: bool = False, **options):
+        ranks: queue.Queue = queue.Queue()
+        fault = Kill(ranks, victim, carried_out)
+        proxy.inject(fault, operation=operation, path=path, times=1)
+        statuses, outcomes, uri = run(ranks.put, **options)
+        assert statuses[victim] == -signal.SIGKILL
+        assert statuses[1 - victim] == 0, "the surviving rank must raise, not hang"
+        return outcomes[1 - victim], uri
+
+    return survive
+
+
 class TestCommitsOfRanksThatLostEachOther:
-    @pytest.fixture
-    def survive(self, run, proxy):
-        """Kills the victim at the commit; returns what came of the other rank, and the URI."""
-
-        def survive(victim: int, *, carried_out: bool, **options):
-            ranks: queue.Queue = queue.Queue()
-            fault = KillAtCommit(ranks, victim, carried_out)
-            proxy.inject(fault, operation="PutObject", path="*/.metadata", times=1)
-            statuses, outcomes, uri = run(ranks.put, **options)
-            assert statuses[victim] == -signal.SIGKILL
-            assert statuses[1 - victim] == 0, "the surviving rank must raise, not hang"
-            return outcomes[1 - victim], uri
-
-        return survive
-
     @everywhere(background=[False])
     @pytest.mark.parametrize("background", [False, True])
     @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ class TestCommitsOfRanksThatLostEachOther:
     def test_the_other_rank_says_what_it_knows_of_the_commit(
         self, survive, store, direct, background, victim, carried_out, known
     ):
-        outcome, uri = survive(victim, carried_out=carried_out, background=background)
+        outcome, uri = survive(victim, *COMMIT, carried_out=carried_out, background=background)
         if victim == 0 or outcome["error"]:  # who has committed may not notice
             assert (outcome["error"], outcome["committed"]) == ("ProcessGroupError", known)
         if carried_out:
@@ -164,7 +167,7 @@ class TestCommitsOfRanksThatLostEachOther:
     def test_a_rank_to_which_the_store_does_not_answer_does_not_know(self, survive, proxy):
         # the first one belongs to the look at what is there when the save begins
         proxy.inject(Reset("answer"), operation="GetObject", path="*/.metadata", skip=1)
-        outcome, _ = survive(0, carried_out=True)
+        outcome, _ = survive(0, *COMMIT, carried_out=True)
         assert (outcome["error"], outcome["committed"]) == ("ProcessGroupError", None)
         assert "may still be" in outcome["text"]
 
@@ -172,36 +175,12 @@ class TestCommitsOfRanksThatLostEachOther:
         self, survive, run, store, direct
     ):
         cloudckpt.save(filled(7), checkpoint_id=store.uri("run/ranks"), config=direct)
-        outcome, _ = survive(0, carried_out=False)
+        outcome, _ = survive(0, *COMMIT)
         assert (outcome["error"], outcome["committed"]) == ("ProcessGroupError", None)
         assert load_step(store.uri("run/ranks"), direct) == 7
 
 
 class TestKilledRanks:
-    @pytest.fixture
-    def survive(self, run, proxy):
-        """Kills the victim at a request; returns what came of the other rank, and the URI."""
-
-        def survive(victim: int, operation: str):
-            ranks: dict = {}
-            born = threading.Event()
-
-            def kill(_) -> None:
-                assert born.wait(30)
-                os.kill(ranks[victim].pid, signal.SIGKILL)
-
-            def meanwhile(children) -> None:
-                ranks.update(children)
-                born.set()
-
-            proxy.inject(Call(kill), operation=operation, path=f"*/__{victim}_*", times=1)
-            statuses, outcomes, uri = run(meanwhile)
-            assert statuses[victim] == -signal.SIGKILL
-            assert statuses[1 - victim] == 0, "the surviving rank must raise, not hang"
-            return outcomes[1 - victim], uri
-
-        return survive
-
     @everywhere(victim=[1])
     @pytest.mark.parametrize(
         ("victim", "operation"),
@@ -210,7 +189,7 @@ class TestKilledRanks:
     def test_the_survivor_fails_soon_by_name_and_leaves_nothing_of_its_own(
         self, survive, store, direct, victim, operation
     ):
-        outcome, uri = survive(victim, operation)
+        outcome, uri = survive(victim, operation, f"*/__{victim}_*")
         assert issubclass(getattr(cloudckpt.errors, outcome["error"]), CloudCheckpointError)
         assert uri in outcome["text"]
         assert outcome["threads"] == []

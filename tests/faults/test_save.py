@@ -15,33 +15,12 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from support.emulators import free_port
-from support.wire.faults import (
-    Call,
-    CorruptUpload,
-    Delay,
-    Reset,
-    Stall,
-    Truncate,
-)
+from support.wire.faults import Call, CorruptUpload, Delay, Reset, Stall, Truncate
 
 from .dialects import Endpoint
-from .refusals import (
-    Refusal,
-    denied,
-    internal_error,
-    slow_down,
-    too_many_requests,
-)
+from .refusals import Refusal, denied, internal_error, slow_down, too_many_requests
 from .selection import everywhere
-from .states import (
-    BIG,
-    SMALL,
-    enough_tries,
-    filled,
-    impatient,
-    load_step,
-    silence,
-)
+from .states import BIG, SMALL, enough_tries, filled, impatient, load_step, silence
 
 # every kind of request that a save makes: operation, path, bytes of the state, and how many
 # requests of another kind look the same and come before

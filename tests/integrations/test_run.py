@@ -1,10 +1,14 @@
 """``python -m cloudckpt.run`` and ``import cloudckpt.auto``: a script is run as it is."""
 
+import importlib
 import os
 import subprocess
 import sys
 
 import pytest
+from torch.distributed.checkpoint import FileSystemWriter
+
+from support.forks import child
 
 _SCRIPT = """
 import os, pickle, sys
@@ -58,9 +62,14 @@ def test_a_module_is_run_with_cloudckpt_installed(folder):
     assert _said(ended)[:2] == ["__main__ ['--x'] train.py train.py", "CloudStorageWriter"]
 
 
-def test_importing_auto_installs(folder):
-    (folder / "train.py").write_text("import cloudckpt.auto\n" + _SCRIPT)
-    assert _said(_run("train.py", cwd=folder))[1] == "CloudStorageWriter"
+def _written_by_after_auto() -> str:
+    importlib.import_module("cloudckpt.auto")
+    return type(FileSystemWriter("s3://bucket/run")).__name__
+
+
+def test_importing_auto_installs():
+    with child(_written_by_after_auto) as running:
+        assert running.wait() == (0, "CloudStorageWriter")
 
 
 def test_without_a_script_the_usage_is_told(folder):
