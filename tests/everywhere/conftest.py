@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from cloudckpt import Config, RetryPolicy
+from cloudckpt.stores import registry
 from faults.dialects import CREDENTIALS, Endpoint, vendor_options
 from faults.places import Place as Server
 from faults.places import azure_place, google_place, s3_place
+from support.memory_store import MemoryStore
 from support.wire.proxy import FaultyProxy
 
 RETRY = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
@@ -82,6 +84,18 @@ def place(request, _servers, tmp_path, monkeypatch) -> Iterator[Place]:
 def _leading_to(kind: str, url: str) -> Config:
     dialect = "plain s3" if kind == "s3" else kind
     return Config(connections=4, retry=RETRY, **vendor_options(Endpoint(dialect, url)))
+
+
+@pytest.fixture
+def serve(monkeypatch) -> Callable[[MemoryStore], MemoryStore]:
+    """Has all locations of ``memory://`` lead to a store."""
+
+    def serve(store):
+        monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: store})
+        monkeypatch.setattr(registry, "_places", {})
+        return store
+
+    return serve
 
 
 on = {

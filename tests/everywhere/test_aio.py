@@ -197,10 +197,8 @@ ONE = Config(connections=1)
 
 
 @pytest.fixture
-def held(monkeypatch):
-    store = Held(uuid.uuid4().hex)
-    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: store})
-    monkeypatch.setattr(registry, "_places", {})
+def held(serve):
+    store = serve(Held(uuid.uuid4().hex))
     yield store
     store.let_go.set()
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import random
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from cloudckpt.errors import (
     PreconditionFailedError,
 )
 from cloudckpt.files import load_file, save_file
-from cloudckpt.stores import registry
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
 
@@ -128,47 +128,34 @@ URI = "memory://faulty/run/file"
 CONFIG = Config(retry=RETRY)
 
 
-@pytest.fixture
-def faulty(monkeypatch) -> FaultyStore:
-    made = FaultyStore(MemoryStore(uuid.uuid4().hex))
-    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
-    monkeypatch.setattr(registry, "_places", {})
-    return made
-
-
-def lost(text: str) -> ConnectionLostError:
-    return ConnectionLostError(text)
-
-
 @pytest.mark.parametrize("condition", [{}, {"if_absent": True}], ids=["plain", "if_absent"])
-def test_a_write_whose_answer_was_lost_has_succeeded(faulty, condition) -> None:
-    faulty.fail("put", lost, calls=[1], when="after")
+def test_a_write_whose_answer_was_lost_has_succeeded(serve, condition) -> None:
+    faulty = serve(FaultyStore(MemoryStore(uuid.uuid4().hex)))
+    faulty.fail("put", ConnectionLostError, calls=[1], when="after")
     version = save_file(URI, b"content", **condition, config=CONFIG)
     assert load_file(URI, config=CONFIG).version == version
 
 
-class Rotten(MemoryStore):
-    """Gives other bytes than it was given, so many times, and each time others."""
+class Restless(MemoryStore):
+    """Something happens to what was read, so many times."""
 
-    times = 0
+    def __init__(self, happening: Callable[[str, memoryview, int], None]) -> None:
+        super().__init__(uuid.uuid4().hex)
+        self.happening, self.times = happening, 0
 
     def get_range(self, key, start, into, **options):
         found = super().get_range(key, start, into, **options)
         if self.times > 0:
-            into[0][0] ^= self.times
+            self.happening(key, into[0], self.times)
             self.times -= 1
         return found
 
 
-@pytest.fixture
-def rotten(monkeypatch) -> Rotten:
-    made = Rotten(uuid.uuid4().hex)
-    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
-    monkeypatch.setattr(registry, "_places", {})
-    return made
+def test_damaged_bytes_are_fetched_again_and_then_refused(serve, caplog) -> None:
+    def rot(key: str, read: memoryview, times: int) -> None:
+        read[0] ^= times
 
-
-def test_damaged_bytes_are_fetched_again_and_then_refused(rotten, caplog) -> None:
+    rotten = serve(Restless(rot))
     save_file(URI, b"content", config=CONFIG)
     rotten.times = 1
     assert load_file(URI, config=CONFIG) == b"content"
@@ -180,40 +167,29 @@ def test_damaged_bytes_are_fetched_again_and_then_refused(rotten, caplog) -> Non
     assert load_file(URI, config=unverified) != b"content"
 
 
-class Restless(MemoryStore):
-    """Its objects are replaced while they are read, so many times."""
+def test_a_file_that_is_replaced_while_it_is_read_is_of_one_version(serve) -> None:
+    def replace(key: str, read: memoryview, times: int) -> None:
+        store.put(key, [memoryview(b"newer%d" % times)], checksum=0)
 
-    times = 0
-
-    def get_range(self, key, start, into, **options):
-        found = super().get_range(key, start, into, **options)
-        if self.times > 0:
-            self.times -= 1
-            super().put(key, [memoryview(b"newer%d" % self.times)], checksum=0)
-        return found
-
-
-def test_a_file_that_is_replaced_while_it_is_read_is_of_one_version(monkeypatch) -> None:
-    made = Restless(uuid.uuid4().hex)
-    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
-    monkeypatch.setattr(registry, "_places", {})
+    store = serve(Restless(replace))
     save_file(URI, b"first", config=CONFIG)
-    made.times = 1
-    assert load_file(URI, config=CONFIG) == b"newer0"
-    made.times = 1 << 30
+    store.times = 1
+    assert load_file(URI, config=CONFIG) == b"newer1"
+    store.times = 1 << 30
     with pytest.raises(CheckpointReplacedError):
         load_file(URI, config=CONFIG)
 
 
-def test_a_store_that_ignores_conditions_is_found_out(rotten, monkeypatch) -> None:
-    unsure = dataclasses.replace(rotten.capabilities, conditional_writes=None)
-    monkeypatch.setattr(rotten, "capabilities", unsure)
-    plain = type(rotten).put
+class Heedless(MemoryStore):
+    """Takes no notice of conditions, and does not say so."""
 
     def put(self, key, body, *, checksum, if_absent=False, if_version=None, progress=None):
-        return plain(self, key, body, checksum=checksum)
+        return super().put(key, body, checksum=checksum)
 
-    monkeypatch.setattr(Rotten, "put", put, raising=False)
+
+def test_a_store_that_ignores_conditions_is_found_out(serve) -> None:
+    heedless = serve(Heedless(uuid.uuid4().hex))
+    heedless.capabilities = dataclasses.replace(heedless.capabilities, conditional_writes=None)
     with pytest.raises(ConfigError, match="ignores conditional writes"):
         save_file(URI, b"content", if_absent=True, config=CONFIG)
-    assert list(rotten.list("")) == []
+    assert list(heedless.list("")) == []

@@ -11,7 +11,6 @@ import torch
 import cloudckpt
 from cloudckpt import Config, aio
 from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidURIError
-from cloudckpt.stores import registry
 from cloudckpt.stores.base import once
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
@@ -60,11 +59,8 @@ class Counting(MemoryStore):
 
 
 @pytest.fixture
-def faulty(monkeypatch) -> FaultyStore:
-    made = FaultyStore(Counting(uuid.uuid4().hex))
-    monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: made})
-    monkeypatch.setattr(registry, "_places", {})
-    return made
+def faulty(serve) -> FaultyStore:
+    return serve(FaultyStore(Counting(uuid.uuid4().hex)))
 
 
 @pytest.fixture

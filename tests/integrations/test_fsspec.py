@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import os
 
 import fsspec
 import pytest
@@ -148,11 +147,18 @@ def test_a_copy_of_a_checkpoint_appears_with_its_last_file(
     cloudckpt.verify(f"{run}/copy", config=s3.config)
 
 
-def test_a_folder_that_others_refer_to_keeps_what_they_need_until_the_last_goes(files, s3):
+@pytest.mark.parametrize("is_whole_run", [False, True])
+def test_a_folder_that_others_refer_to_keeps_what_they_need_until_the_last_goes(
+    files, s3, is_whole_run
+):
     config = dataclasses.replace(s3.config, incremental=True)
     for step in (1, 2, 3):
         state = {"frozen": numbered(), "step": torch.tensor([step])}
         cloudckpt.save(state, checkpoint_id=f"{s3.uri}/step-{step}", config=config)
+    if is_whole_run:
+        files.rm(s3.uri, recursive=True)
+        assert not s3.names()
+        return
     files.rm(f"{s3.uri}/step-1", recursive=True)
     files.rm(f"{s3.uri}/step-1", recursive=True)  # what is left is no checkpoint, and stays
     assert not cloudckpt.exists(f"{s3.uri}/step-1", config=s3.config)
@@ -161,14 +167,6 @@ def test_a_folder_that_others_refer_to_keeps_what_they_need_until_the_last_goes(
     cloudckpt.verify(f"{s3.uri}/step-3", config=s3.config)
 
     files.rm(f"{s3.uri}/step-3", recursive=True)
-    assert not s3.names()
-
-
-def test_a_whole_run_is_removed_with_what_its_steps_share(files, s3):
-    config = dataclasses.replace(s3.config, incremental=True)
-    for step in (1, 2):
-        cloudckpt.save({"w": numbered()}, checkpoint_id=f"{s3.uri}/step-{step}", config=config)
-    files.rm(s3.uri, recursive=True)
     assert not s3.names()
 
 
@@ -220,18 +218,6 @@ def test_a_file_whose_writing_fails_does_not_appear(files, run):
     dropped.write(b"half")
     del dropped
     assert not files.exists(f"{run}/broken")
-
-
-def test_what_is_written_is_sent_in_parts_and_may_change_after(files, run, s3):
-    small = dataclasses.replace(s3.config, part_size=5 * 2**20, memory_budget=2**25)
-    data = bytearray(os.urandom(2**20))
-    expected = bytes(data) * 12
-    with S3FileSystem(config=small, skip_instance_cache=True).open(f"{run}/large", "wb") as file:
-        for _ in range(12):
-            taken = bytearray(data)
-            file.write(taken)
-            taken[:] = bytes(len(taken))
-    assert files.cat_file(f"{run}/large") == expected
 
 
 def test_a_write_that_can_not_be_sent_is_told(s3):

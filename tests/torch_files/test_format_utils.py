@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 import cloudckpt
 from cloudckpt import format_utils
 from cloudckpt.errors import (
-    AccessDeniedError,
     CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
@@ -36,15 +35,12 @@ from cloudckpt.format_utils import (
     dcp_to_torch_save,
     torch_save_to_dcp,
 )
-from cloudckpt.stores.registry import open_store
-from cloudckpt.torch_files import object_file
 from cloudckpt.torch_files.torch_file import load_torch_file, write_torch_file
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
 from dcp.places import Place
 from dcp.values import assert_same, blank_like, numbered
-from support.faulty_store import FaultyStore
 
 MIB = 1024 * 1024
 
@@ -161,44 +157,29 @@ def test_a_file_is_not_replaced_against_the_users_will(place):
     dcp_to_torch_save(place.at("ck").uri, place.at("new.pt").uri, config=careful.config)
 
 
-def test_a_failure_in_the_middle_leaves_no_part_behind(place, monkeypatch):
-    place = place.having(memory_budget=32 * MIB, part_size=5 * MIB)
-    cloudckpt.save(many(), checkpoint_id=place.at("ck").uri, config=place.config)
-    put(place, "model.pt", b"old")
-    store = FaultyStore(open_store(CheckpointURI.parse(place.uri), place.config))
-    store.fail("put_part", AccessDeniedError, calls=[3])
-    monkeypatch.setattr(object_file, "open_store", lambda uri, config: store)
-    with pytest.raises(AccessDeniedError, match="injected"):
-        dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=place.config)
-    assert place.read("model.pt") == b"old"
-    assert place.unfinished() == []
+@pytest.mark.parametrize(
+    ("convert", "source", "target", "words"),
+    [
+        (dcp_to_torch_save, "ck", "ck", "both"),
+        (torch_save_to_dcp, "ck", "ck", "both"),
+        (dcp_to_torch_save, "ck", "s3://bucket", "does not name a file"),
+        (dcp_to_torch_save, "ck", "ftp://host/model.pt", "unknown scheme"),
+        (torch_save_to_dcp, 3, "ck", "string or a path"),
+        (dcp_to_torch_save, "ck", "model.safetensors", "has the suffix of another format"),
+        (dcp_to_torch_save, "ck", "MODEL.GGUF", "has the suffix of another format"),
+        (dcp_to_torch_save, "ck", "a.h5", "has the suffix of another format"),
+    ],
+)
+def test_a_wrong_location_is_told_and_nothing_is_written(local, convert, source, target, words):
+    def place(name):
+        return name if name == 3 or "://" in name else local.at(name).uri
 
-
-def test_wrong_locations_are_told_before_anything_is_read(local):
-    cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
-    ck = local.at("ck").uri
-    with pytest.raises(InvalidURIError, match="both"):
-        dcp_to_torch_save(ck, ck, config=local.config)
-    with pytest.raises(InvalidURIError, match="both"):
-        torch_save_to_dcp(ck, ck, config=local.config)
-    with pytest.raises(InvalidURIError, match="does not name a file"):
-        dcp_to_torch_save(ck, "s3://bucket", config=local.config)
-    with pytest.raises(InvalidURIError, match="unknown scheme"):
-        dcp_to_torch_save(ck, "ftp://host/model.pt", config=local.config)
-    with pytest.raises(InvalidURIError, match="string or a path"):
-        torch_save_to_dcp(3, ck, config=local.config)
-    with pytest.raises(CheckpointNotFoundError, match=r"\.metadata"):
-        dcp_to_torch_save(local.at("nowhere").uri, local.at("m.pt").uri, config=local.config)
-    assert "m.pt" not in local.names()
-
-
-def test_a_file_is_not_named_like_one_of_another_format(local):
-    """Its readers would find a zip of torch.save."""
     cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
     before = local.names()
-    for name in ("model.safetensors", "MODEL.SafeTensors", "a.gguf", "a.onnx", "a.npz", "a.h5"):
-        with pytest.raises(InvalidURIError, match="has the suffix of another format"):
-            dcp_to_torch_save(local.at("ck").uri, local.at(name).uri, config=local.config)
+    with pytest.raises(InvalidURIError, match=words):
+        convert(place(source), place(target), config=local.config)
+    with pytest.raises(CheckpointNotFoundError, match=r"\.metadata"):
+        dcp_to_torch_save(local.at("nowhere").uri, local.at("m.pt").uri, config=local.config)
     assert local.names() == before
 
 
