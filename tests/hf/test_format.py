@@ -69,7 +69,7 @@ def test_what_is_written_is_read_again(tensors) -> None:
     size = len(header) + sum(plan.nbytes for plan in plans)
     assert header_length(header, size, "") == len(header) - 8
     found = parse_header(header[8:], size, "")
-    assert {(each.name, each.shape, each.dtype) for each in found} == {
+    assert {(each.name, each.shape, each.dtype) for each in found.values()} == {
         (plan.name, plan.shape, plan.dtype) for plan in plans
     }
 
@@ -130,8 +130,7 @@ def test_a_type_that_nobody_knows_is_named() -> None:
 
 
 def test_a_header_may_say_that_it_has_no_metadata() -> None:
-    (found,) = _parsed({"__metadata__": None, "w": _entry()})
-    assert (found.name, [*found.aliases]) == ("w", [])
+    assert [*_parsed({"__metadata__": None, "w": _entry()})] == ["w"]
 
 
 @pytest.mark.parametrize(

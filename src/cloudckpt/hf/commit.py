@@ -86,17 +86,14 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["ModelCommit", "look_for_older", "model_location"]
 
 _T = TypeVar("_T")
+_S = TypeVar("_S")
 logger = logging.getLogger("cloudckpt")
 
 _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 class ModelCommit:
-    """The files of a model that are not visible yet, and their commit.
-
-    Attributes:
-        uploads: The uploads of the files, once begun.
-    """
+    """The files of a model that are not visible yet, and their commit."""
 
     def __init__(
         self,
@@ -112,7 +109,6 @@ class ModelCommit:
             files: The files of the new model.
             there: The result of :func:`look_for_older` when the save began.
         """
-        self.uploads: list[Upload] = []
         self._uri = uri
         self._config = config
         self._files = files
@@ -125,8 +121,8 @@ class ModelCommit:
         self._conditional = True
         self._may_be_there = False  # whether the model may be visible: the last step was sent
 
-    def begin(self, part_sizes: Sequence[int]) -> None:
-        """Checks that an existing model may be replaced, and begins the uploads.
+    def begin(self, part_sizes: Sequence[int]) -> list[Upload]:
+        """Checks that an existing model may be replaced, and begins the files' uploads.
 
         Args:
             part_sizes: The part size of each file, in bytes.
@@ -152,16 +148,16 @@ class ModelCommit:
                 TaskGroup(1),
                 self._retrier,
                 TransferStats(),
-                create_only=self._conditional and not self._replaces(file.name),
+                # an old file of a model of one file is replaced, and not deleted before
+                create_only=self._conditional and (self._has_index or file.name not in self._there),
             )
             for file, size in zip(self._files, part_sizes, strict=True)
         ]
         try:
-            self._each(self._begun, FileUpload.begin)
+            return self._each(self._begun, FileUpload.begin)
         except BaseException:
             self.abandon()
             raise
-        self.uploads = [one.upload for one in self._begun]
 
     def complete(self, parts: Sequence[Sequence[Part]]) -> None:
         """Completes the files, each from its parts, and then writes the index.
@@ -275,10 +271,6 @@ class ModelCommit:
         if self._claim is not None:  # last: some readers accept files without an index as a model
             delete(self._claim)
 
-    def _replaces(self, name: str) -> bool:
-        """Returns whether a file replaces an old one of its name, which is not deleted before."""
-        return name in self._there and not self._has_index
-
     def _expect(self, key: str, expected: ObjectInfo | None) -> None:
         """Raises PreconditionFailedError if another writer has changed an object meanwhile."""
         found = None
@@ -303,9 +295,9 @@ class ModelCommit:
         version = info.version if self._conditional else None
         retrier.call(lambda: self._store.delete(info.key, if_version=version))
 
-    def _each(self, items: Sequence[_T], action: Callable[[_T], None]) -> None:
+    def _each(self, items: Sequence[_T], action: Callable[[_T], _S]) -> list[_S]:
         """Calls ``action`` with each item in parallel, in at most one thread per connection."""
-        View(self._uri, self._config).each(action, items)
+        return View(self._uri, self._config).each(action, items)
 
 
 def model_location(uri: URILike) -> CheckpointURI:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,11 +117,11 @@ def export_checkpoint(
         CloudCheckpointError: The errors of :func:`save`.
     """
     config = config_or_default(config)
-    stored, uri = CheckpointURI.parse(source), model_location(target)
-    if stored == uri:
+    checkpoint, uri = CheckpointURI.parse(source), model_location(target)
+    if checkpoint == uri:
         raise InvalidURIError(f"{uri} is both the checkpoint and the target: choose another target")
     there = look_for_older(View(uri, config))
-    found = _Source(stored, config, key_mapping, dtype)
+    found = _Source(checkpoint, config, key_mapping, dtype)
     files = plan_files(found.tensors, bytes_of_size(max_shard_size), fqn_to_file)
     size = sum(file.size for file in files)
     stats = TransferStats(str(uri), 0, size)
@@ -129,9 +130,9 @@ def export_checkpoint(
 
     def build(sizes: Sequence[int], fill: Callable[[Sequence[Upload]], list[list[Part]]]) -> None:
         commit = ModelCommit(uri, config, files, there)
-        commit.begin(sizes)
+        uploads = commit.begin(sizes)
         try:
-            parts = fill(commit.uploads)
+            parts = fill(uploads)
         except BaseException:
             commit.abandon()
             raise
@@ -139,11 +140,11 @@ def export_checkpoint(
 
     def send() -> None:
         sizes, (work,) = plan_work(files, 1, config, limits, by_position=not uri.is_cloud)
-        load = _TensorsInTurn(files, found)
+        load = _in_turn(files, found)
         build(sizes, lambda uploads: send_work(work, uploads, load, store, config, stats, None))
 
     can_copy = uri.is_cloud and limits.copies_parts and not limits.equal_parts
-    if can_copy and found.is_copyable and store.copies_from(found.store):
+    if can_copy and None not in found.stored.values() and store.copies_from(found.store):
         sizes = [least_part(file.size, limits) for file in files]
         try:
             build(sizes, lambda uploads: _copied(files, uploads, found, store, config, stats))
@@ -198,34 +199,23 @@ class _Source:
                 uri=str(uri),
             )
         self.tensors: list[TensorPlan] = []
-        for name in sorted(self.names, key=natural):
+        for number, name in enumerate(sorted(self.names, key=natural)):
             entry = entries[self.names[name]]
             kind, box = entry.properties.dtype, tuple((0, size) for size in entry.size)
             if dtype is not None and kind.is_floating_point:
                 kind = dtype
-            chunk = Chunk(0, len(self.tensors), box, kind)
+            chunk = Chunk(0, number, box, kind)
             self.tensors.append(TensorPlan(name, kind, tuple(entry.size), [chunk]))
         indices = [
-            MetadataIndex(name, chunk.offsets)
-            for name in exported
-            for chunk in entries[name].chunks
+            [MetadataIndex(old, chunk.offsets) for chunk in entries[old].chunks]
+            for old in (self.names[tensor.name] for tensor in self.tensors)
         ]
-        places = reader.places_in(metadata)
-        chunks: dict[str, list[tuple[tuple[int, ...], StoredTensor | None]]] = {}
-        for index, place in zip(
-            indices, places.find(indices, self.store, config, TransferStats(str(uri))), strict=True
-        ):
-            begin = tuple(index.offset or ())
-            chunks.setdefault(index.fqn, []).append((begin, place.tensor))
-        self.stored = {
-            tensor.name: _in_order(tensor, chunks.get(self.names[tensor.name], ()))
-            for tensor in self.tensors
-        }
-
-    @property
-    def is_copyable(self) -> bool:
-        """Whether all bytes are in the checkpoint exactly as they will be in the files."""
-        return None not in self.stored.values()
+        every, stats = [*itertools.chain(*indices)], TransferStats(str(uri))
+        places = iter(reader.places_in(metadata).find(every, self.store, config, stats))
+        self.stored: dict[str, list[StoredBytes] | None] = {}
+        for tensor, own in zip(self.tensors, indices, strict=True):
+            chunks = [(tuple(index.offset or ()), next(places).tensor) for index in own]
+            self.stored[tensor.name] = _in_order(tensor, chunks)
 
 
 def _in_order(
@@ -243,37 +233,37 @@ def _in_order(
     return found if rows == (tensor.shape[0] if tensor.shape else 1) else None
 
 
-class _TensorsInTurn:
-    """Loads the tensors of a checkpoint, verified and converted, file by file of the model."""
+def _in_turn(files: Sequence[FilePlan], source: _Source) -> Callable[[int], torch.Tensor]:
+    """Returns a function that loads a tensor of the checkpoint, verified and converted.
 
-    def __init__(self, files: Sequence[FilePlan], source: _Source) -> None:
-        self._source = source
-        self._together = {tensor.name: file.tensors for file in files for tensor in file.tensors}
-        self._loaded: dict[str, torch.Tensor] = {}
+    It loads all tensors of a file of the model together, in place of those of the last file.
+    """
+    together = {tensor.name: file.tensors for file in files for tensor in file.tensors}
+    loaded: dict[str, torch.Tensor] = {}
 
-    def __call__(self, item: int) -> torch.Tensor:
-        """Returns a tensor; that of the next file replaces the tensors of the last in memory."""
-        source, name = self._source, self._source.tensors[item].name
-        old_name = source.names[name]
-        if old_name not in self._loaded:
-            self._loaded.clear()
-            for one in self._together[name]:
+    def load(item: int) -> torch.Tensor:
+        name = source.tensors[item].name
+        if source.names[name] not in loaded:
+            loaded.clear()
+            for one in together[name]:
                 empty = torch.empty(one.shape, dtype=one.dtype, device="cpu")
-                self._loaded[source.names[one.name]] = empty
+                loaded[source.names[one.name]] = empty
             reader = CloudStorageReader(source.uri, config=source.config)
             planner = CloudLoadPlanner(reader.checkpoint_id, tells=False)
-            load_prepared(self._loaded, lambda: ToLoad(reader, planner), reader, no_dist=True)
+            load_prepared(loaded, lambda: ToLoad(reader, planner), reader, no_dist=True)
             if reader.commit is None or reader.commit.info != source.commit:
                 raise CheckpointReplacedError(
                     "the checkpoint was replaced while it was exported; export it again",
                     uri=str(source.uri),
                 )
-        return self._loaded[old_name]
+        return loaded[source.names[name]]
+
+    return load
 
 
 def _copied(
     files: Sequence[FilePlan],
-    begun: Sequence[Upload],
+    uploads: Sequence[Upload],
     found: _Source,
     store: ObjectStore,
     config: Config,
@@ -282,9 +272,9 @@ def _copied(
     """Has the store copy the files' parts; reads and sends the others; returns all parts."""
     group = TaskGroup(config.requests_at_once, name="cloudckpt-copy", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
-    uploads = [
+    sent = [
         FileUpload(store, one.key, one.part_size, group, retrier, stats, upload=one)
-        for one in begun
+        for one in uploads
     ]
 
     @functools.cache
@@ -293,9 +283,7 @@ def _copied(
 
     def copy(info: ObjectInfo, planned: Range, number: int, to: FileUpload) -> None:
         start, stop = (planned.source.offset + at for at in (planned.start, planned.stop))
-        part = retrier.call(
-            lambda: store.copy_part(found.store, info, to.upload, number, start, stop)
-        )
+        part = to.copy(found.store, info, number, start, stop)
         expected = _checksum_of(planned, store)
         if None not in (part.checksum, expected) and part.checksum != expected:
             raise CheckpointCorruptError(
@@ -304,27 +292,28 @@ def _copied(
                 uri=found.store.uri(info.key),
                 item=planned.source.item,
             )
-        to.record_part(part)
 
     def relay(content: Sequence[bytes | Range], number: int, to: FileUpload) -> None:
         """Reads the content of a part from the checkpoint, verifies it, and sends it."""
         part, wanted = PartPlan(number), list[Wanted]()
         for one in content:
-            view = memoryview(one if isinstance(one, bytes) else b"")
-            if isinstance(one, Range):
+            data: bytes | bytearray | memoryview = b""
+            if isinstance(one, bytes):
+                data = one
+            else:
                 sink = BytesSink(one.nbytes)
                 wanted.append(Wanted(one.source, one.start, one.stop, sink, True))
-                view = memoryview(sink.data).toreadonly()
-            part.pieces.append(Piece(view))
-            part.size += view.nbytes
+                data = sink.data
+            part.pieces.append(Piece(memoryview(data).toreadonly()))
+            part.size += len(data)
         alone = dataclasses.replace(config, connections=1)
         download(found.store, wanted, alone, TransferStats())
-        to.send_now(part)
+        to.put(part)
 
     def produce() -> None:
-        for file, to in zip(files, uploads, strict=True):
+        for file, to, upload in zip(files, sent, uploads, strict=True):
             stored = [one for each in file.tensors for one in found.stored[each.name] or ()]
-            least = to.upload.part_size
+            least = upload.part_size
             most = max(min(_COPY, store.capabilities.max_part_size // 2), 2 * least)
             for number, part in enumerate(cut(file.header, stored, least=least, most=most), 1):
                 if isinstance(part, Range):
@@ -334,7 +323,7 @@ def _copied(
                 group.submit(functools.partial(task, number, to))
 
     group.run(produce)
-    return [upload.sent for upload in uploads]
+    return [file.sent for file in sent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,13 +380,11 @@ def cut(
 
 def _checksum_of(planned: Range, store: ObjectStore) -> int | None:
     """Combines the checksums of the blocks in a range; None if it can't be known."""
-    blocks = planned.source.blocks
-    algorithm = store.capabilities.checksum
-    if blocks is None or blocks.algorithm.name != algorithm.name or planned.start % blocks.size:
+    blocks, algorithm = planned.source.blocks, store.capabilities.checksum
+    if blocks is None or blocks.algorithm.name != algorithm.name:
         return None
-    if planned.stop % blocks.size and planned.stop != planned.source.nbytes:
-        return None
-    first, last = planned.start // blocks.size, -(-planned.stop // blocks.size)
-    lengths = [blocks.size] * (last - first)
-    lengths[-1] = planned.stop - (last - 1) * blocks.size
-    return algorithm.combine(zip(blocks.checksums[first:last], lengths, strict=True))
+    starts = range(planned.start, planned.stop, blocks.size)  # ranges consist of whole blocks
+    return algorithm.combine(
+        (blocks.checksums[start // blocks.size], min(blocks.size, planned.stop - start))
+        for start in starts
+    )

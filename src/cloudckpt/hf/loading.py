@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +43,10 @@ from cloudckpt.hf.safetensors import (
     parse_header,
     parse_index,
 )
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, RangeReader
-from cloudckpt.transfer.download import Receiver, raise_it
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
+from cloudckpt.transfer.download import Receiver
 from cloudckpt.transfer.landing import StoredBytes
 from cloudckpt.transfer.retry import Retrier, check_unchanged
-from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -172,25 +171,24 @@ class ModelFolder:
             UnsupportedTensorError: If this torch lacks a tensor's type.
         """
         retrier, is_file = Retrier(config.retry), uri.prefix.endswith(SUFFIX)
+        single, index = uri.prefix if is_file else uri.key(SINGLE_FILE), uri.key(INDEX)
         names: dict[str, str] = {}
+        keys = [single]
         try:
-            single = uri.prefix if is_file else uri.key(SINGLE_FILE)
             committed = retrier.call(lambda: store.head(single))
-            keys = [single]
         except ObjectNotFoundError:
-            key = uri.key(INDEX)
             try:
                 if is_file:
                     return None
-                data, committed = retrier.call(lambda: store.get(key, limit=MOST_INDEX_BYTES))
+                data, committed = retrier.call(lambda: store.get(index, limit=MOST_INDEX_BYTES))
             except ObjectNotFoundError:
                 return None
             if is_claim(data):
                 return None
-            names = parse_index(data, store.uri(key))
+            names = parse_index(data, store.uri(index))
             keys = sorted({uri.key(name) for name in names.values()})
         try:
-            files = View(uri, config).each(lambda key: _File.read(store, retrier, key), keys)
+            files = View(uri, config).each(lambda key: _read_file(store, retrier, key), keys)
             return cls(uri, committed, _tensors(uri, files, names))
         except CheckpointCorruptError as error:
             check_unchanged(store, committed, str(uri), config.retry, error)
@@ -224,41 +222,37 @@ class ModelFolder:
         return _ModelPlaces(self)
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file of a model, and the tensors that its header lists."""
+_File = tuple[ObjectInfo, dict[str, TensorEntry]]
+"""A file of a model, and the tensors that its header lists, by name."""
 
-    info: ObjectInfo
-    tensors: Sequence[TensorEntry]
 
-    @classmethod
-    def read(cls, store: ObjectStore, retrier: Retrier, key: str) -> _File:
-        """Reads the header, usually in one request; that of the same version of the file.
+def _read_file(store: ObjectStore, retrier: Retrier, key: str) -> _File:
+    """Reads the header of a file, usually in one request; that of the same version of the file.
 
-        Raises:
-            CheckpointCorruptError: If the file does not exist, was replaced, or is damaged.
-        """
-        uri = store.uri(key)
-        try:
-            info = retrier.call(lambda: store.head(key))
-        except ObjectNotFoundError:
-            raise CheckpointCorruptError(
-                "the model's index lists this file, which does not exist: upload it, or save the "
-                "model again",
-                uri=uri,
-            ) from None
-        receiver = Receiver(store, retrier, lambda count: None)
+    Raises:
+        CheckpointCorruptError: If the file does not exist, was replaced, or is damaged.
+    """
+    uri = store.uri(key)
+    try:
+        info = retrier.call(lambda: store.head(key))
+    except ObjectNotFoundError:
+        raise CheckpointCorruptError(
+            "the model's index lists this file, which does not exist: upload it, or save the "
+            "model again",
+            uri=uri,
+        ) from None
+    receiver = Receiver(store, retrier, lambda count: None)
 
-        def first(nbytes: int) -> memoryview:
-            view = memoryview(bytearray(min(nbytes, info.size)))
-            if view:
-                receiver.receive(key, 0, [view], size=info.size, item=key, version=info.version)
-            return view
+    def first(nbytes: int) -> memoryview:
+        view = memoryview(bytearray(min(nbytes, info.size)))
+        if view:
+            receiver.receive(key, 0, [view], size=info.size, item=key, version=info.version)
+        return view
 
-        data = first(_FIRST_READ)
-        end = LENGTH_BYTES + header_length(data[:LENGTH_BYTES], info.size, uri)
-        data = data if end <= len(data) else first(end)
-        return cls(info, parse_header(data[LENGTH_BYTES:end], info.size, uri))
+    data = first(_FIRST_READ)
+    end = LENGTH_BYTES + header_length(data[:LENGTH_BYTES], info.size, uri)
+    data = data if end <= len(data) else first(end)
+    return info, parse_header(data[LENGTH_BYTES:end], info.size, uri)
 
 
 def _tensors(
@@ -275,17 +269,16 @@ def _tensors(
         CheckpointCorruptError: If a file lacks a tensor that the index says it has.
     """
     found: dict[str, StoredTensor] = {}
-    for file in files:
-        info = file.info
-        for entry in file.tensors:
-            if names and uri.key(names.get(entry.name, "")) != info.key:
+    for info, entries in files:
+        for name, one in entries.items():
+            where = names.get(name) or names.get(one.name, "")  # the index may lack tied names
+            if names and uri.key(where) != info.key:
                 continue
-            start, nbytes = entry.start, entry.stop - entry.start
-            stored = StoredBytes(info.key, start, nbytes, None, info.size, entry.name, info.version)
-            # aliases for which the index names no file
-            others = (name for name in entry.aliases if name not in names)
-            for name in (entry.name, *others):
-                found[name] = StoredTensor(stored, entry.dtype, entry.shape)
+            nbytes = one.stop - one.start
+            stored = StoredBytes(
+                info.key, one.start, nbytes, None, info.size, one.name, info.version
+            )
+            found[name] = StoredTensor(stored, one.dtype, one.shape)
     if missing := names.keys() - found.keys():
         first = min(missing)
         raise CheckpointCorruptError(
@@ -298,37 +291,26 @@ def _tensors(
 
 
 class _ModelPlaces(Places):
-    """Locates the tensors of a model."""
+    """Locates the tensors of a model, whose headers were read, without further requests."""
 
     def __init__(self, folder: ModelFolder) -> None:
         super().__init__(folder.uri, None)
         self._tensors = folder.tensors
 
-    def find(
-        self,
-        indices: Sequence[MetadataIndex],
-        store: RangeReader,
-        config: Config,
-        stats: TransferStats,
-    ) -> list[ItemPlace]:
-        for index in indices:
-            if index.fqn not in self._tensors or any(index.offset or ()):
-                raise self._corrupt(
-                    f"{index.fqn} has no shard at offsets {index.offset}: the model's files do "
-                    "not fit its metadata; save the model again",
-                    index,
-                )
-        stored = [self._tensors[index.fqn] for index in indices]
-        return [ItemPlace(one.elements, one) for one in stored]
+    def find(self, indices: Sequence[MetadataIndex], *_: Any, **__: Any) -> list[ItemPlace]:
+        return [ItemPlace(one.elements, one) for one in map(self._tensor, indices)]
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
-        return [self._tensors[index.fqn].elements for index in indices]
+        return [self._tensor(index).elements for index in indices]
 
-    def sources(
-        self,
-        indices: Sequence[MetadataIndex],
-        store: RangeReader,
-        config: Config,
-        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
-    ) -> list[StoredBytes]:
-        return self.wholes(indices)  # the headers were read, and have all locations
+    def sources(self, indices: Sequence[MetadataIndex], *_: Any, **__: Any) -> list[StoredBytes]:
+        return self.wholes(indices)
+
+    def _tensor(self, index: MetadataIndex) -> StoredTensor:
+        if index.fqn not in self._tensors or any(index.offset or ()):
+            raise self._corrupt(
+                f"{index.fqn} has no shard at offsets {index.offset}: the model's files do not "
+                "fit its metadata; save the model again",
+                index,
+            )
+        return self._tensors[index.fqn]

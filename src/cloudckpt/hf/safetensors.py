@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +137,6 @@ class TensorEntry:
 
     Attributes:
         name: The tensor's name.
-        aliases: Its other names, as :func:`header_bytes` writes them.
         dtype: Element type.
         shape: The tensor's shape.
         start: The offset in the file of its first byte.
@@ -146,7 +144,6 @@ class TensorEntry:
     """
 
     name: str
-    aliases: Sequence[str]
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
@@ -205,8 +202,7 @@ def plan_files(
 
 
 def _number(given: object, name: str) -> int:
-    number = whole_number(given)
-    if number is None or number < 1:
+    if (number := whole_number(given)) is None or number < 1:
         raise ConfigError(
             f"fqn_to_file has {given!r} for {name}: give the number of its file, from 1"
         )
@@ -288,7 +284,7 @@ def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
             f"a safetensors file with {len(tensors)} tensors needs a header of {length} bytes, "
             f"and the limit is {MOST_HEADER_BYTES}: use a smaller max_shard_size"
         )
-    return struct.pack("<Q", length) + text.ljust(length)
+    return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
 
 
 def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) -> int:
@@ -302,23 +298,20 @@ def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) ->
     Raises:
         CheckpointCorruptError: If no file of that size has such a header.
     """
-    if len(first) < LENGTH_BYTES:
-        raise CheckpointCorruptError(
-            f"not a safetensors file, or truncated: it has {size} bytes. Download or save it again",
-            uri=uri,
-        )
-    (length,) = struct.unpack_from("<Q", first)
-    if not 2 <= length <= min(MOST_HEADER_BYTES, size - LENGTH_BYTES):
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if len(first) < LENGTH_BYTES or not 2 <= length <= min(MOST_HEADER_BYTES, size - LENGTH_BYTES):
         raise CheckpointCorruptError(
             f"not a safetensors file, or truncated: it has {size} bytes, and its header should "
             f"have {length}. Download or save it again",
             uri=uri,
         )
-    return int(length)
+    return length
 
 
-def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> list[TensorEntry]:
-    """Returns the tensors of a file of ``size`` bytes, in the order of their bytes.
+def parse_header(
+    text: bytes | bytearray | memoryview, size: int, uri: str
+) -> dict[str, TensorEntry]:
+    """Returns the tensors of a file of ``size`` bytes by name; tied ones have several names.
 
     Raises:
         CheckpointCorruptError: If the header violates the format: a tensor is outside of the file,
@@ -331,16 +324,9 @@ def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> l
         metadata = document.pop(_METADATA, None)
         metadata = {} if metadata is None else metadata  # null, too, means no metadata
         _expect(_is_texts(metadata), "__metadata__ does not map strings to strings")
-        aliases: dict[str, list[str]] = {}
-        for alias in metadata.keys() - document.keys() - {_FORMAT}:
-            aliases.setdefault(metadata[alias], []).append(alias)
         end = LENGTH_BYTES + len(text)
-        found = [
-            _entry(name, entry, aliases.get(name, ()), end, size, uri)
-            for name, entry in document.items()
-        ]
-        found.sort(key=lambda entry: (entry.start, entry.stop))
-        for entry in found:
+        entries = [_entry(name, entry, end, size, uri) for name, entry in document.items()]
+        for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
             _expect(
                 entry.start == end, f"{entry.name} does not begin where the previous tensor ends"
             )
@@ -352,7 +338,9 @@ def parse_header(text: bytes | bytearray | memoryview, size: int, uri: str) -> l
             "again",
             uri=uri,
         ) from exc
-    return found
+    found = {entry.name: entry for entry in entries}
+    aliases = metadata.keys() - {_FORMAT}
+    return {alias: found[metadata[alias]] for alias in aliases if metadata[alias] in found} | found
 
 
 def index_bytes(files: Sequence[FilePlan], save_id: str) -> bytes:
@@ -413,8 +401,7 @@ def _document(data: bytes) -> dict[str, Any]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a JSON object has a name twice")
+    _expect(len(found) == len(pairs), "a JSON object has a name twice")
     return found
 
 
@@ -427,9 +414,7 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
 
 
-def _entry(
-    name: str, entry: Any, aliases: Sequence[str], first: int, size: int, uri: str
-) -> TensorEntry:
+def _entry(name: str, entry: Any, first: int, size: int, uri: str) -> TensorEntry:
     try:
         kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]
@@ -453,4 +438,4 @@ def _entry(
         strides * dtype.itemsize < 1 << 63 and math.prod(shape) * dtype.itemsize == stop - start,
         f"the data_offsets of {name} do not fit its shape and dtype",
     )
-    return TensorEntry(name, aliases, dtype, tuple(shape), first + start, first + stop)
+    return TensorEntry(name, dtype, tuple(shape), first + start, first + stop)

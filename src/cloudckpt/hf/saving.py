@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from cloudckpt.hf.safetensors import (
     type_name,
 )
 from cloudckpt.hf.sending import RankWork, plan_work, send_work
-from cloudckpt.stores.base import ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ObjectInfo, Upload
 from cloudckpt.transfer.boxes import are_apart
 from cloudckpt.transfer.memory import PLAIN, memory_of, settled
 from cloudckpt.transfer.retry import open_store
@@ -97,10 +97,11 @@ def save(
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
     """
-    made: list[SafetensorsWriter] = []
+    writer: SafetensorsWriter | None = None
     planner = CloudSavePlanner()
 
     def prepare() -> ToSave:
+        nonlocal writer
         writer = SafetensorsWriter(
             uri,
             max_shard_size=max_shard_size,
@@ -110,19 +111,17 @@ def save(
             process_group=process_group,
             planner=planner,
         )
-        made.append(writer)
         return ToSave(writer, planner)
 
     try:
         save_prepared(state_dict, prepare, uri, process_group=process_group, no_dist=no_dist)
     except BaseException:
-        for writer in made:
+        if writer is not None:
             writer.discard()
         raise
 
 
-@dataclass(frozen=True)
-class _Task:
+class _Task(NamedTuple):
     """The work that the coordinator assigns to a rank, sent with the rank's plan."""
 
     ranks: int
@@ -248,9 +247,9 @@ class SafetensorsWriter(OurWriter):
         sizes, work = plan_work(
             files, len(plans), self.config, limits, by_position=not self.uri.is_cloud
         )
-        commit.begin(sizes)
+        uploads = commit.begin(sizes)
         return [
-            dataclasses.replace(plan, storage_data=_Task(len(plans), own, commit.uploads))
+            dataclasses.replace(plan, storage_data=_Task(len(plans), own, uploads))
             for plan, own in zip(plans, work, strict=True)
         ]
 
@@ -289,11 +288,8 @@ class SafetensorsWriter(OurWriter):
         """
         commit, self._commit = self._commit, None
         assert commit is not None
-        parts: list[list[Part]] = [[] for _ in commit.uploads]
-        for [sent] in results:
-            for of_file, more in zip(parts, sent.storage_data, strict=True):
-                of_file.extend(more)
-        commit.complete(parts)
+        of_files = zip(*(sent.storage_data for [sent] in results), strict=True)
+        commit.complete([[*itertools.chain(*parts)] for parts in of_files])
 
     def discard(self) -> None:
         """Aborts the uploads of a save that was not committed; errors are only logged."""

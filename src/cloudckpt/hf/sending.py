@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,12 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import MIB, Config
 from cloudckpt.hf.safetensors import Chunk, FilePlan, TensorPlan
-from cloudckpt.stores.base import ObjectStore, Part, Upload
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned, row_major_strides
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.memory import bytes_of, is_plain, narrow
-from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece, choose_part_size
+from cloudckpt.transfer.parts import PartPlan, Piece, choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
@@ -45,6 +44,7 @@ class Run:
 
     Attributes:
         file: The index of the file.
+        sender: The rank that sends it.
         first: The number of the first part.
         part_size: Bytes of every part but the last.
         content: The header of the file, and tensors or rows of tensors.
@@ -52,37 +52,31 @@ class Run:
     """
 
     file: int
+    sender: int
     first: int
     part_size: int
     content: Sequence[bytes | TensorPlan]
     ends: bool
 
     @property
-    def chunks(self) -> list[Chunk]:
-        """The chunks in it, ordered by rank."""
-        tensors = (one for one in self.content if isinstance(one, TensorPlan))
-        chunks = (chunk for tensor in tensors for chunk in tensor.chunks)
-        return sorted(chunks, key=lambda chunk: chunk.rank)
-
-    def of_others(self, rank: int) -> list[Chunk]:
-        """Returns the chunks that other ranks have."""
-        return [chunk for chunk in self.chunks if chunk.rank != rank]
+    def given(self) -> list[Chunk]:
+        """The chunks that other ranks hand to the sender, ordered by rank."""
+        found = [chunk for chunk in _chunks(self.content) if chunk.rank != self.sender]
+        return sorted(found, key=lambda chunk: chunk.rank)
 
 
-@dataclass
-class Round:
+class Round(NamedTuple):
     """What a rank does in a round: the run that it sends then, and what it gives to which ranks."""
 
     run: Run | None
-    gives: list[tuple[int, Chunk]] = field(default_factory=list)
+    gives: list[tuple[int, Chunk]]
 
 
-@dataclass
-class RankWork:
+class RankWork(NamedTuple):
     """What a rank sends: in rounds with the other ranks, and afterwards by itself."""
 
-    rounds: list[Round] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
+    rounds: list[Round]
+    runs: list[Run]
 
 
 def least_part(size: int, limits: Capabilities) -> int:
@@ -110,51 +104,49 @@ def plan_work(
         limits: The limits of the store.
         by_position: Whether a part's number determines its offset, as in a local file.
     """
-    work = [RankWork() for _ in range(ranks)]
-    gathered: list[list[Run]] = [[] for _ in range(ranks)]
+    work = [RankWork([], []) for _ in range(ranks)]
+    together: list[list[Run]] = [[] for _ in range(ranks)]
     sizes: list[int] = []
-    load: Counter[int] = Counter()
+    load = [0] * ranks
     for index, file in enumerate(files):
         least = least_part(file.size, limits)
-        size = _part_size(file, config, limits, least)
+        size = choose_part_size(
+            file.size,
+            config.part_size,
+            limits,
+            connections=config.most_connections,
+            copied=config.memory_budget,
+        )
+        # half of a part is still enough for one, where a run is divided evenly
+        size = aligned(max(size, least if limits.equal_parts else 2 * least), ALIGNMENT)
         sizes.append(1 if by_position else size)
         first, contents = 1, [*_cut(file, least)]
         for content in contents:
             nbytes = sum(map(_nbytes, content))
-            even = size if limits.equal_parts else -(-nbytes // -(-nbytes // size))
-            ends = not limits.equal_parts or content is contents[-1]
-            run = Run(index, first, even, content, ends)
-            sender = index % ranks
-            if not limits.equal_parts:
+            if limits.equal_parts:
+                run = Run(index, index % ranks, 1, size, content, content is contents[-1])
+            else:
+                even = -(-nbytes // -(-nbytes // size))
+                run = Run(index, _sender(content, load), first, even, content, True)
                 first += nbytes if by_position else -(-nbytes // even)
-                half = max((chunk.nbytes for chunk in run.chunks), default=0) / 2
-                large = [chunk.rank for chunk in run.chunks if chunk.nbytes >= half]
-                sender = min(large, key=lambda rank: load[rank], default=sender)
-            load[sender] += nbytes
-            alone = not limits.equal_parts and not run.of_others(sender)
-            (work[sender].runs if alone else gathered[sender]).append(run)
-    for runs in itertools.zip_longest(*gathered):
-        rounds = [Round(run) for run in runs]
-        for sender, run in enumerate(runs):
-            for chunk in run.of_others(sender) if run is not None else ():
-                rounds[chunk.rank].gives.append((sender, chunk))
-        for own, one in zip(work, rounds, strict=True):
-            own.rounds.append(one)
+            load[run.sender] += nbytes
+            alone = ranks == 1 or not (limits.equal_parts or run.given)
+            (work[run.sender].runs if alone else together[run.sender]).append(run)
+    for runs in itertools.zip_longest(*together):
+        for own, one in zip(work, runs, strict=True):
+            own.rounds.append(Round(one, []))
+        for run in (run for run in runs if run is not None):
+            for chunk in run.given:
+                work[chunk.rank].rounds[-1].gives.append((run.sender, chunk))
     return sizes, work
 
 
-def _part_size(file: FilePlan, config: Config, limits: Capabilities, least: int) -> int:
-    """Returns the maximum size of a part in bytes; half of it is still enough for a part."""
-    size = choose_part_size(
-        file.size,
-        config.part_size,
-        limits,
-        connections=config.most_connections,
-        copied=config.memory_budget,
-    )
-    if limits.equal_parts:
-        return aligned(max(size, -(-file.size // limits.max_parts)), ALIGNMENT)
-    return aligned(max(size, 2 * least), ALIGNMENT)
+def _sender(content: Sequence[bytes | TensorPlan], load: Sequence[int]) -> int:
+    """Returns the rank with the least to send of those that have a large chunk of a run."""
+    chunks = _chunks(content)
+    half = max((chunk.nbytes for chunk in chunks), default=0) / 2
+    large = [chunk.rank for chunk in chunks if chunk.nbytes >= half]
+    return min(large or range(len(load)), key=load.__getitem__)
 
 
 def _cut(file: FilePlan, least: int) -> Iterator[list[bytes | TensorPlan]]:
@@ -198,44 +190,62 @@ def _nbytes(one: bytes | TensorPlan) -> int:
     return len(one) if isinstance(one, bytes) else one.nbytes
 
 
+def _chunks(content: Sequence[bytes | TensorPlan]) -> list[Chunk]:
+    return [chunk for one in content if isinstance(one, TensorPlan) for chunk in one.chunks]
+
+
 class FileUpload(ObjectUpload):
     """An upload of a file whose parts any rank may send; :meth:`appear` makes it visible."""
 
-    def __init__(self, *args: Any, upload: Upload | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, upload: Upload | None = None, first: int = 1, **options: Any
+    ) -> None:
         """
         Args:
-            *args: Arguments of :class:`ObjectUpload`.
+            *args: Arguments of :class:`~cloudckpt.transfer.upload.ObjectUpload`.
             upload: The upload, if it was begun before, possibly by another process.
-            **options: Options of :class:`ObjectUpload`.
+            first: The number of the first part that :meth:`write` makes.
+            **options: Options of :class:`~cloudckpt.transfer.upload.ObjectUpload`.
         """
         super().__init__(*args, **options)
         self._upload = upload
+        self._number = first
 
-    def begin(self) -> None:
+    def begin(self) -> Upload:
         """Begins the upload; the file is not visible before :meth:`appear`."""
-        self._upload = self._create()
+        self._upload = upload = self._create()
+        return upload
 
-    @property
-    def upload(self) -> Upload:
-        """The upload that was begun."""
+    def _send(self, part: PartPlan) -> None:
         assert self._upload is not None
-        return self._upload
+        part.number = self._number
+        self._number += self._part_size if self._upload.part_size == 1 else 1  # see Upload
+        super()._send(part)
 
-    def send(self, part: PartPlan) -> None:
-        """Sends a part in a thread of the task group."""
-        self._group.submit(lambda: self._put_part(part))
+    def finish(self) -> None:
+        """Sends the last part of what was written."""
+        if (last := self._cutter.finish()) is not None:
+            self._send(last)
 
-    def send_now(self, part: PartPlan) -> None:
+    def put(self, part: PartPlan) -> None:
         """Sends a part in the calling thread."""
         self._put_part(part)
 
-    def record_part(self, part: Part) -> None:
-        """Records a part that the store has copied itself."""
+    def copy(
+        self, source: ObjectStore, info: ObjectInfo, number: int, start: int, stop: int
+    ) -> Part:
+        """Has the store copy the bytes from ``start`` to ``stop`` of an object as a part."""
+        upload = self._upload
+        assert upload is not None
+        part = self._retrier.call(
+            lambda: self._store.copy_part(source, info, upload, number, start, stop)
+        )
         self._took(part)
+        return part
 
     @property
     def sent(self) -> list[Part]:
-        """The parts that this process has sent or recorded."""
+        """The parts that this process has sent or had copied."""
         return self._sent
 
     def appear(self, parts: Sequence[Part]) -> None:
@@ -285,12 +295,9 @@ def send_work(
     runs = [*work.runs, *(one.run for one in work.rounds if one.run is not None)]
     largest = max((run.part_size for run in runs), default=0)
     pool = StagingPool(max(config.memory_budget, _PARTS_IN_POOL * largest), tasks.cancellation)
-    files = [
-        FileUpload(store, one.key, one.part_size, tasks, retrier, stats, upload=one)
-        for one in uploads
-    ]
     rounds = _Rounds(len(work.rounds), resolve, group)
-    cutters: dict[int, PartCutter] = {}  # of files whose last part goes on
+    files: list[list[FileUpload]] = [[] for _ in uploads]
+    going_on: dict[int, FileUpload] = {}  # of which the last part is not full yet
 
     def whole(one: TensorPlan, received: Mapping[Chunk, torch.Tensor]) -> torch.Tensor:
         found = [received[c] if c in received else resolve(c.item) for c in one.chunks]
@@ -302,31 +309,34 @@ def send_work(
             box.copy_(data.reshape(box.shape))
         return tensor
 
-    def pieces(one: bytes | TensorPlan, received: Mapping[Chunk, torch.Tensor]) -> Iterator[Piece]:
+    def pieces(one: bytes | TensorPlan, received: Mapping[Chunk, torch.Tensor]) -> Iterable[Piece]:
         if isinstance(one, bytes):
-            yield Piece(memoryview(one))
-            return
+            return [Piece(memoryview(one))]
         tensor = whole(one, received)
         if tensor.dtype == one.dtype and is_plain(tensor):
-            yield Piece(bytes_of(tensor), owner=tensor, item=one.name)
-        else:
-            yield from pool.pieces(tensor, one.dtype)
+            return [Piece(bytes_of(tensor), owner=tensor, item=one.name)]
+        return pool.pieces(tensor, one.dtype)
 
     def send(run: Run, received: Mapping[Chunk, torch.Tensor]) -> None:
-        file, cutter = files[run.file], cutters.pop(run.file, None) or PartCutter(run.part_size)
-        step = run.part_size if file.upload.part_size == 1 else 1  # see Upload.part_size
-
-        def put(part: PartPlan) -> None:
-            part.number = run.first + (part.number - 1) * step
-            file.send(part)
-
+        file, upload = going_on.pop(run.file, None), uploads[run.file]
+        if file is None:
+            file = FileUpload(
+                store,
+                upload.key,
+                run.part_size,
+                tasks,
+                retrier,
+                stats,
+                upload=upload,
+                first=run.first,
+            )
+            files[run.file].append(file)
         for piece in (piece for one in run.content for piece in pieces(one, received)):
-            for part in cutter.push(piece):
-                put(part)
-        if not run.ends:
-            cutters[run.file] = cutter
-        elif (last := cutter.finish()) is not None:
-            put(last)
+            file.write(piece)
+        if run.ends:
+            file.finish()
+        else:
+            going_on[run.file] = file
 
     def produce() -> None:
         try:
@@ -346,7 +356,7 @@ def send_work(
         tasks.run(produce)
     finally:
         pool.close()
-    return [file.sent for file in files]
+    return [[part for file in made for part in file.sent] for made in files]
 
 
 class _Rounds:
@@ -359,45 +369,33 @@ class _Rounds:
     def __init__(
         self, count: int, resolve: Callable[[int], torch.Tensor], group: dist.ProcessGroup | None
     ) -> None:
-        self._left = 0 if group is None else count  # rounds in which others wait for this rank
+        self._left = count  # rounds in which others wait for this rank
         self._resolve = resolve
         self._group = group
-        if group is not None:
-            self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-            self._device = device_for_collectives(group)
-            self._failed = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._device = device_for_collectives(group) if count else "cpu"
 
     def take_part(self, one: Round) -> dict[Chunk, torch.Tensor] | None:
         """Returns what other ranks have of this rank's run; None if another rank has failed."""
-        if self._group is None:
-            return {}
-        out: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
-        for to, chunk in one.gives:
-            data = torch.zeros(_room(chunk), dtype=torch.uint8, device=self._device)
+        ranks = dist.get_world_size(self._group)
+        gives = sorted(one.gives, key=lambda give: give[0])
+        takes = [] if one.run is None else [(chunk.rank, chunk) for chunk in one.run.given]
+        out, expected = _rooms(gives, ranks), _rooms(takes, ranks)
+        given = torch.zeros(sum(out), dtype=torch.uint8, device=self._device)
+        at = 0
+        for _, chunk in gives:
             elements = self._resolve(chunk.item).reshape(-1)
-            data[: chunk.nbytes].view(chunk.dtype).copy_(elements)
-            out[to].append(data)
-        others = [] if one.run is None else one.run.of_others(self._rank)
-        expected: Counter[int] = Counter()
-        for chunk in others:
-            expected[chunk.rank] += _room(chunk)
-        into = torch.empty(expected.total(), dtype=torch.uint8, device=self._device)
-        given = torch.cat([into[:0], *itertools.chain.from_iterable(out)])
+            given[at : at + chunk.nbytes].view(chunk.dtype).copy_(elements)
+            at += _room(chunk)
+        into = torch.empty(sum(expected), dtype=torch.uint8, device=self._device)
         left, self._left = self._left - 1, 0  # no rank waits for one whose collective has failed
         if not self._are_ready(True):
             return None
-        dist.all_to_all_single(
-            into,
-            given,
-            [expected[rank] for rank in range(self._ranks)],
-            [sum(data.nbytes for data in each) for each in out],
-            group=self._group,
-        )
+        dist.all_to_all_single(into, given, expected, out, group=self._group)
         self._left = left
-        received = torch.split(into.cpu(), [_room(chunk) for chunk in others])
+        received = torch.split(into.cpu(), [_room(chunk) for _, chunk in takes])
         return {
             chunk: data[: chunk.nbytes].view(chunk.dtype)
-            for chunk, data in zip(others, received, strict=True)
+            for (_, chunk), data in zip(takes, received, strict=True)
         }
 
     def leave(self) -> None:
@@ -406,9 +404,17 @@ class _Rounds:
             self._are_ready(False)
 
     def _are_ready(self, ready: bool) -> bool:
-        self._failed.fill_(not ready)
-        dist.all_reduce(self._failed, dist.ReduceOp.MAX, group=self._group)
-        return not self._failed.item()
+        failed = torch.full((1,), not ready, dtype=torch.int32, device=self._device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
+        return not failed.item()
+
+
+def _rooms(chunks: Iterable[tuple[int, Chunk]], ranks: int) -> list[int]:
+    """Returns the bytes of a round's chunks, for each rank that they go to or come from."""
+    found = [0] * ranks
+    for rank, chunk in chunks:
+        found[rank] += _room(chunk)
+    return found
 
 
 def _room(chunk: Chunk) -> int:

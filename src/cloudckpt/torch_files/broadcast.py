@@ -202,15 +202,12 @@ class BroadcastingTorchSaveReader(OurReader):
             UnsupportedTensorError: If a tensor of the state dict can't be loaded into, or its type
                 can't hold what the file has.
         """
-        script, uri = plan.storage_data, str(self._uri)
-        assert isinstance(script, _Script)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        with portable_errors(uri), Span("load", uri, rank) as span:
+        with portable_errors(self.checkpoint_id), Span("load", str(self._uri), rank) as span:
+            span.nbytes = 0 if self.transferred is None else self.transferred.nbytes
             try:
-                self._receive(script, plan, planner)
+                self._receive(plan.storage_data, plan, planner)
             finally:
-                if self.transferred is not None:
-                    span.nbytes = self.transferred.nbytes
                 self._content = {}
         future: Future[None] = Future()
         future.set_result(None)
