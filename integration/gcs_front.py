@@ -101,5 +101,4 @@ class _Uploads(State):
             generation=int(json.loads(answer.body)["generation"]),
             attributes=attributes,
             created=time.time(),
-            components=1,
         )

@@ -7,27 +7,23 @@
         ...  # requests to stub.url
         assert stub.state.keys("bucket") == ["a"]
 
-Paths of the JSON API are served as such, ``/token`` hands out bearer tokens as OAuth 2.0 does, and
-all other paths are ``/bucket/key`` of the XML API. What is documented and what is not, the modules
-say: ``gcs_json``, ``gcs_xml``, ``gcs_state`` and ``gcs_answers``. Not there: resumable uploads,
-versions, holds, access lists (but that everybody may read), buckets' own resources, addresses with
-the bucket in the host name.
+Paths of the JSON API are served as such, and all other paths are ``/bucket/key`` of the XML API.
+What is documented and what is not, the modules say: ``gcs_json``, ``gcs_xml``, ``gcs_state`` and
+``gcs_answers``. Only what cloudckpt asks for is there, and everybody is let in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.server
-import itertools
 import socket
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl
 
 from . import gcs_json, gcs_xml
-from .gcs_answers import Answer, Call, Request, json_answer
+from .gcs_answers import Answer, Call, Request
 from .gcs_state import State
 
 __all__ = ["GcsStub", "State"]
@@ -48,7 +44,6 @@ class GcsStub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.state = State(*buckets)
         self.failures: list[Exception] = []
-        self._token_numbers = itertools.count(1)
         self._busy: dict[threading.Thread, socket.socket] = {}
         self._busy_lock = threading.Lock()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
@@ -58,18 +53,6 @@ class GcsStub(http.server.ThreadingHTTPServer):
     def url(self) -> str:
         """The endpoint, without a slash at its end."""
         return f"http://127.0.0.1:{self.server_port}"
-
-    @property
-    def token_url(self) -> str:
-        """Where OAuth 2.0 tokens come from; those that it gives out are let in."""
-        return f"{self.url}/token"
-
-    def new_token(self) -> Answer:
-        token = f"token-{next(self._token_numbers)}"
-        with self.state.lock:
-            if self.state.tokens is not None:
-                self.state.tokens.add(token)
-        return json_answer({"access_token": token, "expires_in": 3600, "token_type": "Bearer"})
 
     def answer(self, call: Call) -> Answer | None:
         """The answer to a request; None: none."""
@@ -81,11 +64,8 @@ class GcsStub(http.server.ThreadingHTTPServer):
         return injection.answer
 
     def _own_answer(self, call: Call) -> Answer:
-        if call.request.path == "/token":
-            return self.new_token()
-        if gcs_json.is_json_api(call.request.path):
-            return gcs_json.answer(self.state, call)
-        return gcs_xml.answer(self.state, call)
+        api = gcs_json if gcs_json.is_json_api(call.request.path) else gcs_xml
+        return api.answer(self.state, call)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         with self._busy_lock:
@@ -99,7 +79,10 @@ class GcsStub(http.server.ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is part of a test."""
 
-    def close(self) -> None:
+    def __enter__(self) -> GcsStub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Ends the server and its connections."""
         self.shutdown()
         self._thread.join()
@@ -114,17 +97,6 @@ class GcsStub(http.server.ThreadingHTTPServer):
         if self.failures:
             raise self.failures[0]
 
-    def __enter__(self) -> GcsStub:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -135,7 +107,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         call = self._call()
         try:
             answer = self.server.answer(call)
-        except Exception as error:  # noqa: BLE001 - close() raises it
+        except Exception as error:  # noqa: BLE001 - it is raised in the end
             self.server.failures.append(error)
             answer = Answer(500, [("Content-Type", "text/plain")], repr(error).encode())
         if answer is None:
@@ -146,11 +118,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(answer.status)
         for name, value in answer.headers:
             self.send_header(name, value)
-        size = len(answer.body) if answer.size is None else answer.size
-        self.send_header("Content-Length", str(size))
+        self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(answer.body)
+        self.wfile.write(answer.body)
 
     def __getattr__(self, name: str) -> Callable[[], None]:
         if name.startswith("do_"):
@@ -160,26 +130,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _call(self) -> Call:
         path, _, query = self.path.partition("?")
         headers = {name.lower(): value for name, value in self.headers.items()}
-        kind, _, bearer = headers.pop("authorization", "").partition(" ")
-        body = self._body()
+        size = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(size)
+        if len(body) < size:
+            raise ConnectionResetError("the body ended early")
         parameters = dict(parse_qsl(query, keep_blank_values=True))
-        given = bearer if kind == "Bearer" else None
-        request = Request(self.command, path, parameters, headers, given is not None, len(body))
-        return Call(request, body, given)
-
-    def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            size = int(self.headers.get("Content-Length", 0))
-            body = self.rfile.read(size)
-            if len(body) < size:
-                raise ConnectionResetError("the body ended early")
-            return body
-        chunks = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            chunks.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(chunks)
+        return Call(Request(self.command, path, parameters, headers), body)
 
     def log_message(self, *arguments: object) -> None:
         """Nothing is printed."""

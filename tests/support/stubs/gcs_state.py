@@ -2,18 +2,15 @@
 
 Documented: generations and preconditions (https://cloud.google.com/storage/docs/request-preconditions;
 0 means that there is no object), one change a second of the same object, retention periods, parts
-of 5 MiB and no MD5 of objects made of them; an object without a storage class gets that of the
-bucket; the data of publicly readable objects is cached for an hour unless
-their Cache-Control forbids it, their metadata never (.../docs/caching, .../docs/consistency). Taken
-from reports: a condition is checked before the retention period; a multipart upload that a
-retention period refuses stays open; a cache knows data by the whole URL, with the query
+of 5 MiB; the data of publicly readable objects is cached for an hour unless their Cache-Control
+forbids it, their metadata never (.../docs/caching, .../docs/consistency). Taken from reports: a
+condition is checked before the retention period; a multipart upload that a retention period refuses
+stays open; a cache knows data by the whole URL, with the query
 (https://build.ralphmayr.com/posts/46-gcs-caching-can-be-a-pain-in-the-neck).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import datetime
 import hashlib
@@ -21,7 +18,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from awscrt.checksums import crc32c
@@ -29,45 +26,31 @@ from awscrt.checksums import crc32c
 from cloudckpt.checksum import to_base64
 
 from . import gcs_answers as answers
-from .gcs_answers import Answer, Headers, Request
+from .gcs_answers import Answer, Request
+
+_MIN_PART = 5 * 1024**2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Attributes:
     """What a writer says about an object besides its bytes."""
 
-    content_type: str | None = None
     cache_control: str | None = None
-    storage_class: str = ""
-    custom_time: str | None = None
-    kms_key: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredObject:
-    """An object; ``components`` is None unless it was sent in parts."""
-
     bucket: str
     key: str
     data: bytes
     generation: int
     attributes: Attributes
     created: float
-    components: int | None = None
 
     @cached_property
     def crc32c(self) -> str:
         return to_base64(crc32c(self.data))
-
-    @cached_property
-    def md5(self) -> bytes | None:
-        return None if self.components else hashlib.md5(self.data).digest()
-
-    @property
-    def etag(self) -> str:
-        """As the XML API writes it: opaque for objects without an MD5."""
-        return f'"{self.md5.hex()}"' if self.md5 else f'"-{self.generation:x}"'
 
 
 @dataclass
@@ -86,16 +69,14 @@ class Injection:
     """An answer in place of the stub's own.
 
     Attributes:
-        matches: Which requests it is for.
-        answer: What they get; None closes the connection without a word.
-        times: For how many of them.
+        matches: Which request it is for.
+        answer: What it gets; None closes the connection without a word.
         carry_out: Do what the request asks for nevertheless, as when only the answer is lost.
     """
 
     matches: Callable[[Request], bool]
     answer: Answer | None
-    times: int = 1
-    carry_out: bool = False
+    carry_out: bool
 
 
 class State:
@@ -106,14 +87,10 @@ class State:
         objects: By bucket and key.
         uploads: Open multipart uploads by id.
         requests: All that arrived, in order.
-        tokens: The bearer tokens that are let in; None lets everybody in.
-        denied: Permissions that the caller lacks, such as ``storage.objects.delete``.
         billable: If it is set, every bucket bills the requester, who must name this project.
-        min_part: Fewest bytes of a part but the last.
-        page: Most entries of a list.
+        page: Most objects of a list.
         mutation_interval: Seconds between changes of one object; the real service has 1.
         retention: Seconds for which an object can't be replaced or deleted.
-        storage_class: Of objects whose writer names none.
         rewritten: Most bytes that one call of rewrite copies; None for all.
         public: Whether everybody may read the objects, so that their data is cached.
     """
@@ -124,14 +101,10 @@ class State:
         self.objects: dict[tuple[str, str], StoredObject] = {}
         self.uploads: dict[str, OpenUpload] = {}
         self.requests: list[Request] = []
-        self.tokens: set[str] | None = None
-        self.denied: set[str] = set()
         self.billable: str | None = None
-        self.min_part = 5 * 1024**2
         self.page = 1000
         self.mutation_interval = 0.0
         self.retention = 0.0
-        self.storage_class = "STANDARD"
         self.rewritten: int | None = None
         self.public = False
         self._cached: dict[tuple[str, frozenset[tuple[str, str]]], StoredObject] = {}
@@ -144,24 +117,21 @@ class State:
         self,
         matches: Callable[[Request], bool],
         status: int | None,
-        headers: Headers = (),
-        body: bytes = b"",
         *,
-        times: int = 1,
         carry_out: bool = False,
     ) -> None:
-        """Answers the next requests that match; see :class:`Injection`. No status: hangs up."""
-        answer = None if status is None else Answer(status, headers, body)
+        """Answers the next request that matches; see :class:`Injection`. No status: hangs up."""
+        answer = None if status is None else Answer(status)
         with self.lock:
-            self._injections.append(Injection(matches, answer, times, carry_out))
+            self._injections.append(Injection(matches, answer, carry_out))
 
     def injected(self, request: Request) -> Injection | None:
         """Notes the request, and finds what it gets instead of an answer of the stub's."""
         with self.lock:
             self.requests.append(request)
             for injection in self._injections:
-                if injection.times > 0 and injection.matches(request):
-                    injection.times -= 1
+                if injection.matches(request):
+                    self._injections.remove(injection)
                     return injection
         return None
 
@@ -171,50 +141,33 @@ class State:
             found = [key for at, key in self.objects if at == bucket and key.startswith(prefix)]
         return sorted(found, key=str.encode)
 
-    def check_caller(self, bearer: str | None) -> None:
-        """Turns away who brings no good token."""
-        if self.tokens is not None and bearer not in self.tokens:
-            raise answers.no_credentials(bearer is not None)
-
     def check_payer(self, project: str | None) -> None:
         """Turns away who does not name the project that pays, where the requester has to."""
         if self.billable is not None and project != self.billable:
-            raise answers.wrong_user_project() if project else answers.no_user_project()
+            raise answers.no_user_project()
 
-    def check(self, bucket: str, permission: str) -> None:
-        """Turns away who lacks a permission, or is wrong about the bucket."""
+    def check_bucket(self, bucket: str) -> None:
+        """Turns away who is wrong about the bucket."""
         if bucket not in self.buckets:
             raise answers.no_bucket()
-        if permission in self.denied:
-            raise answers.denied(permission)
 
-    def find(
-        self, bucket: str, key: str, *, expected: int | None = None, generation: int | None = None
-    ) -> StoredObject:
-        """The object, if it is there, of that generation, and as the precondition expects."""
+    def find(self, bucket: str, key: str, expected: int | None = None) -> StoredObject:
+        """The object, if it is there, and as the precondition expects."""
         with self.lock:
             found = self.objects.get((bucket, key))
-        if found is None or generation not in (None, found.generation):
+        if found is None:
             raise answers.no_object(bucket, key)
         if expected not in (None, found.generation):
             raise answers.condition_not_met()
         return found
 
-    def read(
-        self,
-        request: Request,
-        bucket: str,
-        key: str,
-        *,
-        expected: int | None,
-        generation: int | None,
-    ) -> StoredObject:
+    def read(self, request: Request, bucket: str, key: str, expected: int | None) -> StoredObject:
         """As `find`, for the data: what is cached of it is served, be it replaced or deleted."""
         url = (request.path, frozenset(request.query.items()))
         with self.lock:
             found = self._cached.get(url)
             if found is None:
-                found = self.find(bucket, key, expected=expected, generation=generation)
+                found = self.find(bucket, key, expected)
             if "public" in self.cache_control(found):
                 self._cached[url] = found
             return found
@@ -249,12 +202,8 @@ class State:
         *,
         expected: int | None = None,
         checksum: str | None = None,
-        components: int | None = None,
     ) -> StoredObject:
         """Creates or replaces an object."""
-        attributes = replace(
-            attributes, storage_class=attributes.storage_class or self.storage_class
-        )
         with self.change(bucket, key, expected):
             verify(data, checksum)
             stored = StoredObject(
@@ -264,25 +213,21 @@ class State:
                 generation=self._started + next(self._numbers),
                 attributes=attributes,
                 created=time.time(),
-                components=components,
             )
             self.objects[bucket, key] = stored
             return stored
 
-    def delete(
-        self, bucket: str, key: str, expected: int | None = None, generation: int | None = None
-    ) -> None:
+    def delete(self, bucket: str, key: str, expected: int | None = None) -> None:
         """Removes an object."""
         with self.lock:
-            self.find(bucket, key, generation=generation)
+            self.find(bucket, key)
             with self.change(bucket, key, expected):
                 del self.objects[bucket, key]
 
     def begin(self, bucket: str, key: str, attributes: Attributes) -> OpenUpload:
         """Opens a multipart upload."""
         with self.lock:
-            name = f"upload {next(self._numbers)} of {key}".encode()
-            upload = OpenUpload(base64.b64encode(name).decode(), bucket, key, attributes)
+            upload = OpenUpload(f"upload+/{next(self._numbers)}==", bucket, key, attributes)
             self.uploads[upload.id] = upload
             return upload
 
@@ -303,37 +248,25 @@ class State:
             for number, tag in parts:
                 if number not in upload.parts or tag != part_tag(upload.parts[number]):
                     raise answers.invalid(f"Part {number} could not be found.", "InvalidPart")
-            if any(len(upload.parts[number]) < self.min_part for number in numbers[:-1]):
+            if any(len(upload.parts[number]) < _MIN_PART for number in numbers[:-1]):
                 text = "Your proposed upload is smaller than the minimum allowed object size."
                 raise answers.invalid(text, "EntityTooSmall")
             data = b"".join(upload.parts[number] for number in numbers)
-            stored = self.put(
-                upload.bucket, upload.key, data, upload.attributes, components=len(parts)
-            )
+            stored = self.put(upload.bucket, upload.key, data, upload.attributes)
             del self.uploads[upload.id]
             return stored
 
 
 def verify(data: bytes, checksum: str | None) -> None:
     """Compares a CRC32C in base64, if there is one."""
-    if checksum is None:
-        return
-    with contextlib.suppress(binascii.Error):
-        if len(base64.b64decode(checksum, validate=True)) == 4:
-            computed = to_base64(crc32c(data))
-            if checksum != computed:
-                raise answers.bad_checksum(checksum, computed)
-            return
-    raise answers.invalid(f"Invalid CRC32C: {checksum}", "InvalidDigest")
+    computed = to_base64(crc32c(data))
+    if checksum not in (None, computed):
+        raise answers.bad_checksum(checksum, computed)
 
 
 def header_checksum(headers: Mapping[str, str]) -> str | None:
-    """The CRC32C in ``x-goog-hash``, whose value is a list of ``name=value``."""
-    for entry in headers.get("x-goog-hash", "").split(","):
-        name, _, value = entry.strip().partition("=")
-        if name == "crc32c":
-            return value
-    return None
+    """The CRC32C in ``x-goog-hash``, which holds nothing else here."""
+    return headers["x-goog-hash"].removeprefix("crc32c=") if "x-goog-hash" in headers else None
 
 
 def part_tag(data: bytes) -> str:
@@ -355,15 +288,11 @@ def whole_number(text: str | None) -> int | None:
 
 
 def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """First and last byte that ``Range`` asks for; None for all, also if it can't be read."""
-    unit, _, span = (header or "").partition("=")
-    first, dash, last = span.partition("-")
-    if unit != "bytes" or not dash or not (first + last).isdigit():
+    """First and last byte that ``Range`` asks for; None for all."""
+    if header is None:
         return None
-    if not first:
-        start, end = max(0, size - int(last)), size - 1
-    else:
-        start, end = int(first), min(int(last or size), size - 1)
+    first, last = header.removeprefix("bytes=").split("-")
+    start, end = int(first), min(int(last), size - 1)
     if start >= size or start > end:
-        raise answers.out_of_range(size)
+        raise answers.out_of_range()
     return start, end
