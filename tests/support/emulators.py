@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 __all__ = [
     "PAGE",
@@ -24,7 +25,6 @@ __all__ = [
     "free_port",
     "gcs_emulator",
     "moto_server",
-    "wait_until_answering",
 ]
 
 DUMMY_AWS = {
@@ -130,7 +130,7 @@ def free_port() -> int:
     raise RuntimeError("no port is free")
 
 
-def wait_until_answering(url: str, process: subprocess.Popen[bytes], seconds: float) -> None:
+def _wait_until_answering(url: str, process: subprocess.Popen[bytes], seconds: float) -> None:
     """Waits until an HTTP server answers anything at all.
 
     Raises:
@@ -152,30 +152,27 @@ def wait_until_answering(url: str, process: subprocess.Popen[bytes], seconds: fl
 
 
 @contextlib.contextmanager
-def moto_server(log: Path | None = None) -> Iterator[str]:
+def moto_server() -> Iterator[str]:
     """Runs moto's S3 server; yields its URL. Needs ``pip install 'moto[s3,server]'``."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, url, log, {**DUMMY_AWS, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}):
+    with _running(command, url, {**DUMMY_AWS, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}):
         yield url
 
 
 @contextlib.contextmanager
-def azurite_server(
-    executable: str | os.PathLike[str] | None = None, log: Path | None = None
-) -> Iterator[Azurite]:
+def azurite_server(executable: str | None = None) -> Iterator[Azurite]:
     """Runs Azurite's blob service in memory; yields how to reach it.
 
     Args:
         executable: ``azurite-blob``; by default ``CLOUDCKPT_TEST_AZURITE``, then the one that
             ``npm ci --prefix integration`` installs, then that on ``PATH``.
-        log: Where its output goes.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}/{_AZURITE_ACCOUNT}"
     command = [
-        os.fspath(executable or _find_azurite()),
+        executable or _find_azurite(),
         "--inMemoryPersistence",
         "--blobHost=127.0.0.1",
         f"--blobPort={port}",
@@ -184,12 +181,12 @@ def azurite_server(
         "--disableProductStyleUrl",  # the account is always the first segment of the path
         "--skipApiVersionCheck",
     ]
-    with _running(command, url, log):
+    with _running(command, url):
         yield Azurite(url=url)
 
 
 @contextlib.contextmanager
-def gcs_emulator(log: Path | None = None) -> Iterator[str]:
+def gcs_emulator() -> Iterator[str]:
     """Runs gcp-storage-emulator in memory; yields its URL.
 
     Needs ``pip install gcp-storage-emulator``. It serves one request at a time and closes the
@@ -199,7 +196,7 @@ def gcs_emulator(log: Path | None = None) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "gcp_storage_emulator"]
     command += ["start", "--host=127.0.0.1", f"--port={port}", "--in-memory", "--quiet"]
-    with _running(command, url, log):
+    with _running(command, url):
         yield url
 
 
@@ -219,25 +216,21 @@ def _find_azurite() -> str:
 
 @contextlib.contextmanager
 def _running(
-    command: Sequence[str], url: str, log: Path | None, variables: Mapping[str, str] | None = None
+    command: Sequence[str], url: str, variables: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[None]:
     """Runs a server, from its first answer to the end of the with-block or of this process."""
-    with contextlib.ExitStack() as stack:
-        output = stack.enter_context(open(log or os.devnull, "wb"))
-        process = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _GUARD, *command],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(variables or {})},
-                start_new_session=True,  # Ctrl-C is for the one that began it
-            )
-        )
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARD, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **variables},
+        start_new_session=True,  # Ctrl-C is for the one that began it
+    ) as process:
         try:
-            wait_until_answering(url, process, 60)
+            _wait_until_answering(url, process, 60)
             yield
         finally:
-            if process.stdin is not None:
-                process.stdin.close()
+            assert process.stdin is not None
+            process.stdin.close()
             process.wait(15)

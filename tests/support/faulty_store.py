@@ -10,16 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from cloudckpt.errors import ConnectionLostError
-from cloudckpt.stores.base import (
-    Body,
-    ObjectInfo,
-    ObjectStore,
-    Part,
-    Progress,
-    Retry,
-    Upload,
-    once,
-)
+from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, Retry, Upload, once
 from cloudckpt.stores.capabilities import Capabilities
 
 __all__ = ["FaultyStore", "Verb", "When"]
@@ -52,7 +43,7 @@ class _Fault:
     """A rule, and how many calls it has looked at."""
 
     verb: Verb
-    error: Callable[[str], BaseException]
+    make: Callable[[str], BaseException]
     calls: Collection[int] | None
     probability: float
     when: When
@@ -61,36 +52,41 @@ class _Fault:
     name: str
     seen: int = 0
 
-    def strike(self, verb: Verb, key: str) -> _Strike | None:
-        """Whether this call fails; to be asked exactly once for each call."""
+    def strikes(self, verb: Verb, key: str) -> int:
+        """The number of this call if it fails, else 0; to be asked exactly once for each call."""
         if verb != self.verb or not self.where(key):
-            return None
+            return 0
         self.seen += 1
         if self.calls is not None:
             fails = self.seen in self.calls
         else:
             # drawn from the number of the call, so that threads can't change which ones fail
             fails = random.Random(f"{self.name}/{self.seen}").random() < self.probability
-        return _Strike(self, self.seen) if fails else None
+        return self.seen if fails else 0
 
-
-@dataclass(frozen=True)
-class _Strike:
-    """A fault, and the number of the call that it makes fail."""
-
-    fault: _Fault
-    number: int
-
-    @property
-    def when(self) -> When:
-        return self.fault.when
-
-    def error(self) -> BaseException:
-        fault = self.fault
-        error = fault.error(f"injected: {fault.when} {fault.verb} number {self.number}")
-        if isinstance(error, ConnectionLostError) and fault.when == "during":
-            error.received = fault.moved
+    def error(self, number: int) -> BaseException:
+        error = self.make(f"injected: {self.when} {self.verb} number {number}")
+        if isinstance(error, ConnectionLostError) and self.when == "during":
+            error.received = self.moved
         return error
+
+
+def _passing(verb: Verb) -> Any:
+    """A method that passes calls on, and makes some of them fail.
+
+    Its first argument is a key, an upload, or the store that is copied from.
+    """
+
+    def method(self: FaultyStore, about: Any, *rest: Any, **options: Any) -> Any:
+        if isinstance(about, FaultyStore):
+            about = about.inner
+        # copies name their target third or second
+        of = rest[1] if verb in ("copy", "copy_part") else about
+        key = of.key if isinstance(of, Upload) else of
+        call = getattr(self.inner, verb)
+        return self._call(verb, key, lambda: call(about, *rest, **options), options.get("progress"))
+
+    return method
 
 
 class FaultyStore(ObjectStore):
@@ -171,55 +167,13 @@ class FaultyStore(ObjectStore):
         with self._lock:
             self._faults.clear()
 
-    def put(
-        self, key: str, body: Body, *, progress: Progress | None = None, **options: Any
-    ) -> ObjectInfo:
-        def put() -> ObjectInfo:
-            return self.inner.put(key, body, progress=progress, **options)
-
-        return self._call("put", key, put, progress)
-
-    def create_upload(self, key: str, part_size: int) -> Upload:
-        return self._call("create_upload", key, lambda: self.inner.create_upload(key, part_size))
-
-    def put_part(
-        self, upload: Upload, *part: Any, progress: Progress | None = None, **options: Any
-    ) -> Part:
-        def put() -> Part:
-            return self.inner.put_part(upload, *part, progress=progress, **options)
-
-        return self._call("put_part", upload.key, put, progress)
-
-    def complete_upload(self, upload: Upload, *parts: Any, **options: Any) -> ObjectInfo:
-        def complete() -> ObjectInfo:
-            return self.inner.complete_upload(upload, *parts, **options)
-
-        return self._call("complete_upload", upload.key, complete)
+    put, get, head, delete = map(_passing, ("put", "get", "head", "delete"))
+    create_upload, put_part = _passing("create_upload"), _passing("put_part")
+    complete_upload, abort_upload = _passing("complete_upload"), _passing("abort_upload")
+    copy, copy_part = _passing("copy"), _passing("copy_part")
 
     def copies_from(self, source: ObjectStore) -> bool:
-        return self.inner.copies_from(_faultless(source))
-
-    def copy(self, source: ObjectStore, found: ObjectInfo, key: str, **options: Any) -> ObjectInfo:
-        inner = _faultless(source)
-        return self._call("copy", key, lambda: self.inner.copy(inner, found, key, **options))
-
-    def copy_part(self, source: ObjectStore, found: ObjectInfo, upload: Upload, *part: int) -> Part:
-        inner = _faultless(source)
-        return self._call(
-            "copy_part", upload.key, lambda: self.inner.copy_part(inner, found, upload, *part)
-        )
-
-    def abort_upload(self, upload: Upload) -> None:
-        self._call("abort_upload", upload.key, lambda: self.inner.abort_upload(upload))
-
-    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
-        def ask() -> list[Upload]:
-            return self._call("list_uploads", prefix, lambda: [*self.inner.list_uploads(prefix)])
-
-        return iter(retry(ask))
-
-    def get(self, key: str, **options: Any) -> tuple[bytearray, ObjectInfo]:
-        return self._call("get", key, lambda: self.inner.get(key, **options))
+        return self.inner.copies_from(getattr(source, "inner", source))
 
     def get_range(
         self, key: str, start: int, into: Sequence[memoryview], **options: Any
@@ -227,33 +181,32 @@ class FaultyStore(ObjectStore):
         def get(views: Sequence[memoryview]) -> ObjectInfo:
             return self.inner.get_range(key, start, views, **options)
 
-        strike = self._struck("get_range", key)
-        if strike is None:
+        fault, number = self._struck("get_range", key)
+        if fault is None:
             return get(into)
         version = None
-        if strike.when == "after":
+        if fault.when == "after":
             get(into)
-        elif strike.when == "during" and (views := _first(into, strike.fault.moved)):
+        elif fault.when == "during" and (views := _first(into, fault.moved)):
             version = get(views).version
-        error = self._failure(strike)
+        error = self._failure(fault, number)
         if isinstance(error, ConnectionLostError):
             error.version = version
         raise error
 
-    def head(self, key: str) -> ObjectInfo:
-        return self._call("head", key, lambda: self.inner.head(key))
+    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
+        return self._listed("list_uploads", prefix, self.inner.list_uploads, retry)
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
-        return self._listed(prefix, lambda: self.inner.list(prefix), retry)
+        return self._listed("list", prefix, self.inner.list, retry)
 
     def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        return self._listed(prefix, lambda: self.inner.list_level(prefix), retry)
+        return self._listed("list", prefix, self.inner.list_level, retry)
 
-    def _listed(self, prefix: str, listing: Callable[[], Iterator[T]], retry: Retry) -> Iterator[T]:
-        return iter(retry(lambda: self._call("list", prefix, lambda: [*listing()])))
-
-    def delete(self, key: str, *, if_version: str | None = None) -> None:
-        self._call("delete", key, lambda: self.inner.delete(key, if_version=if_version))
+    def _listed(
+        self, verb: Verb, prefix: str, listing: Callable[[str], Iterator[T]], retry: Retry
+    ) -> Iterator[T]:
+        return iter(retry(lambda: self._call(verb, prefix, lambda: [*listing(prefix)])))
 
     def interrupt(self, threads: Collection[int]) -> None:
         self.inner.interrupt(threads)
@@ -267,37 +220,30 @@ class FaultyStore(ObjectStore):
     def uri(self, key: str) -> str:
         return self.inner.uri(key)
 
-    def _struck(self, verb: Verb, key: str) -> _Strike | None:
+    def _struck(self, verb: Verb, key: str) -> tuple[_Fault | None, int]:
+        """The fault that strikes a call, and the number of the call."""
         with self._lock:
             self.calls[verb] += 1
             # every rule is asked, so that each counts all the calls that it is about
-            strikes = [fault.strike(verb, key) for fault in self._faults]
-        return next((strike for strike in strikes if strike is not None), None)
+            asked = [(fault, fault.strikes(verb, key)) for fault in self._faults]
+        return next(((fault, number) for fault, number in asked if number), (None, 0))
 
-    def _failure(self, strike: _Strike) -> BaseException:
+    def _failure(self, fault: _Fault, number: int) -> BaseException:
         with self._lock:
-            self.failed[strike.fault.verb] += 1
-        return strike.error()
+            self.failed[fault.verb] += 1
+        return fault.error(number)
 
     def _call(
-        self,
-        verb: Verb,
-        key: str,
-        call: Callable[[], T],
-        progress: Progress | None = None,
+        self, verb: Verb, key: str, call: Callable[[], T], progress: Progress | None = None
     ) -> T:
-        strike = self._struck(verb, key)
-        if strike is None:
+        fault, number = self._struck(verb, key)
+        if fault is None:
             return call()
-        if strike.when == "after":
+        if fault.when == "after":
             call()
-        elif strike.when == "during" and progress is not None:
-            progress(strike.fault.moved)
-        raise self._failure(strike)
-
-
-def _faultless(store: ObjectStore) -> ObjectStore:
-    return store.inner if isinstance(store, FaultyStore) else store
+        elif fault.when == "during" and progress is not None:
+            progress(fault.moved)
+        raise self._failure(fault, number)
 
 
 def _first(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:

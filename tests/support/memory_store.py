@@ -85,13 +85,9 @@ class MemoryStore(ObjectStore):
         with self._bucket.lock:
             held = self._bucket.objects.get(key)
             if if_absent and held is not None:
-                raise PreconditionFailedError(
-                    "the object exists already", uri=self.uri(key), certain=True
-                )
+                raise self._refusal("the object exists already", key)
             if if_version is not None and (held is None or held.version != if_version):
-                raise PreconditionFailedError(
-                    "the object was replaced", uri=self.uri(key), certain=True
-                )
+                raise self._refusal("the object was replaced", key)
             version = str(next(self._bucket.versions))
             self._bucket.objects[key] = MemoryObject(data, version, time.time(), attempt)
         return ObjectInfo(key, len(data), version)
@@ -228,13 +224,14 @@ class MemoryStore(ObjectStore):
         with self._bucket.lock:
             held = self._bucket.objects.get(key)
             if if_version is not None and held is not None and held.version != if_version:
-                raise PreconditionFailedError(
-                    "the object was replaced", uri=self.uri(key), certain=True
-                )
+                raise self._refusal("the object was replaced", key)
             self._bucket.objects.pop(key, None)
 
     def close(self) -> None:
         """Does nothing: the objects belong to the process."""
+
+    def _refusal(self, message: str, key: str) -> PreconditionFailedError:
+        return PreconditionFailedError(message, uri=self.uri(key), certain=True)
 
     def _held(self, key: str) -> MemoryObject:
         with self._bucket.lock:
