@@ -13,6 +13,7 @@ import boto3
 import botocore.config
 import pytest
 
+import cloudckpt
 from cloudckpt import CloudStorageReader, CloudStorageWriter, Config
 
 on_disk = pytest.mark.parametrize("place", ["local"], indirect=True)
@@ -38,6 +39,14 @@ class Place:
     def having(self, **options: Any) -> Place:
         """The same place, with other options."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, **options))
+
+    def save(self, state: Any, **options: Any) -> Any:
+        """Saves by `cloudckpt.save`."""
+        return cloudckpt.save(state, checkpoint_id=self.uri, config=self.config, **options)
+
+    def load(self, state: Any, **options: Any) -> Any:
+        """Loads by `cloudckpt.load`."""
+        return cloudckpt.load(state, checkpoint_id=self.uri, config=self.config, **options)
 
     def writer(self) -> CloudStorageWriter:
         return CloudStorageWriter(self.uri, config=self.config)

@@ -137,7 +137,7 @@ def _slow_at_first(folder):
         def load_state_dict(self, found):
             assert found["step"] == 3
 
-    first_line = 4.0  # long after each has left a mark
+    first_line = 2.5  # long after each has left a mark
     with lines(folder, first_line) as found:
         cloudckpt.save({"slow": Slow()}, checkpoint_id=f"{folder}/saved")
         cloudckpt.load({"slow": Slow()}, checkpoint_id=f"{folder}/saved")
@@ -215,12 +215,8 @@ def test_a_group_is_freed_when_it_is_destroyed(ranks, tmp_path):
 def _stores_asked(folder):
     """Requests to the group's store by a save to which all come."""
     asked = []
-
-    def noted(group):
-        asked.append(group)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrivals, "store_of_group", noted)
+        patch.setattr(arrivals, "store_of_group", asked.append)
         _save(folder, None)
     return len(asked)
 

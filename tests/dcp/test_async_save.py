@@ -10,8 +10,6 @@ from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-import cloudckpt
-
 from .layouts import LAYOUTS, spread
 from .places import Place
 from .values import assert_same, numbered
@@ -36,6 +34,6 @@ def _save(place: Place, kind: AsyncCheckpointerType) -> None:
 def test_async_save_of_torch_saves_by_our_writer(kind, s3, ranks):
     ranks(2, _save, s3, kind, deadline=280)
     loaded = {"sharded": torch.zeros(101, 400), "step": 0, "of 0": [], "of 1": []}
-    cloudckpt.load(loaded, checkpoint_id=s3.uri, config=s3.config)
+    s3.load(loaded)
     expected = {"sharded": numbered(101, 400), "step": 6, "of 0": [0, "x"], "of 1": [1, "x"]}
     assert_same(loaded, expected)

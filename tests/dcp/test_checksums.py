@@ -63,7 +63,7 @@ def _change_while_saving(place: Place) -> None:
     if rank == world - 1:
         store.put = put_and_change
     try:
-        cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+        place.save(state)
     finally:
         store.__dict__.pop("put", None)
 

@@ -75,10 +75,10 @@ class OwnSavePlanner(DefaultSavePlanner):
 
 def calls_of_a_load(place, planner):
     rank = dist.get_rank()
-    cloudckpt.save(content(rank), checkpoint_id=place.uri, config=place.config)
+    place.save(content(rank))
     target = {name: value * 0 for name, value in content(rank).items()}
     with Calls() as calls:
-        cloudckpt.load(target, checkpoint_id=place.uri, config=place.config, planner=planner)
+        place.load(target, planner=planner)
     assert all(torch.equal(target[k], v) for k, v in content(rank).items() if k != "step")
     if isinstance(planner, OwnLoadPlanner):
         assert getattr(planner, "seen", None) == (2 if rank == 0 else None)
@@ -104,12 +104,7 @@ def calls_of_saves(place, planner):
     found = []
     for _ in range(2):
         with Calls() as calls:
-            cloudckpt.save(
-                content(dist.get_rank()),
-                checkpoint_id=place.uri,
-                config=place.config,
-                planner=planner,
-            )
+            place.save(content(dist.get_rank()), planner=planner)
         found.append(list(calls))
     return found
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import cloudckpt
-from cloudckpt import CloudStorageReader
 from cloudckpt.checkpoint import committed
 from cloudckpt.errors import CheckpointCorruptError, UnsupportedValueError
 from cloudckpt.stores.registry import open_store
@@ -77,21 +74,6 @@ def test_a_planner_that_adds_fields_to_the_metadata_is_refused(saved):
     assert cloudckpt.verify(saved.uri).has_checksums  # what was there before
 
 
-def test_what_one_reader_has_read_serves_another_without_a_request(saved, requests):
-    first = saved.reader()
-    told = first.read_metadata()
-    requests.clear()
-    second = CloudStorageReader(saved.uri)
-    metadata = second.adopt(first.packed())
-    metadata.storage_meta.load_id = told.storage_meta.load_id
-    assert metadata == told
-    assert requests == []
-    loaded = blank_like(STATE)
-    second.set_up_storage_reader(metadata, True)
-    assert second.structure == first.structure
-    assert_same(loaded | {"n": [1]}, blank_like(STATE) | {"n": [1]})
-
-
 def changed(place: Place, change: Callable[[bytes], bytes]) -> None:
     with open(f"{place.path}/.metadata", "r+b") as file:
         data = change(file.read())
@@ -125,17 +107,6 @@ def test_metadata_of_a_newer_version_are_replaced(saved, monkeypatch, tail):
     loaded = blank_like(STATE)
     cloudckpt.load(loaded, checkpoint_id=saved.uri)
     assert_same(loaded, STATE)
-
-
-def test_metadata_that_a_user_has_changed_lead_to_the_same_bytes(saved):
-    """As libraries do that rename entries before they load."""
-    reader = saved.reader()
-    metadata = reader.read_metadata()
-    places = dict(metadata.storage_data)
-    changed = dataclasses.replace(metadata, storage_data=places)
-    reader.set_up_storage_reader(changed, True)
-    (found,) = reader.places_in(changed).wholes([MetadataIndex("w", (0, 0))])
-    assert found.nbytes == places[MetadataIndex("w", (0, 0))].length
 
 
 def test_a_verification_finds_damage_in_what_only_other_readers_read(saved, monkeypatch):

@@ -16,7 +16,6 @@ from cloudckpt.transfer.stats import TransferStats
 
 from .values import numbered
 
-THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 PATIENCE = 150.0
 
 
@@ -32,7 +31,7 @@ def phases(found) -> list[str]:
     return [event.phase for event in found if event.phase != "progress"]
 
 
-@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
+@pytest.mark.parametrize("kind", AsyncCheckpointerType)
 def test_an_asynchronous_save_has_a_timeline(local, kind):
     future = cloudckpt.async_save(
         {"t": numbered(1000)},
@@ -74,7 +73,7 @@ def test_a_listener_that_fails_harms_nothing(local, caplog):
 
     unsubscribe = events.subscribe(fail)
     try:
-        cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+        local.save({"t": numbered(10)})
     finally:
         unsubscribe()
     assert "a progress listener raised an error" in caplog.text
@@ -109,7 +108,7 @@ def test_who_wants_no_progress_is_told_of_none_and_causes_none(monkeypatch):
 
 def test_events_are_logged(local, caplog):
     caplog.set_level(logging.DEBUG, "cloudckpt.events")
-    cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+    local.save({"t": numbered(10)})
     told = [record for record in caplog.records if record.name == "cloudckpt.events"]
     assert [record.cloudckpt_event.phase for record in told] == ["plan", "upload", "commit"]
     assert local.uri in told[0].getMessage()
@@ -124,5 +123,5 @@ def test_a_progress_bar_shows_what_was_saved(local, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr(sys, "stderr", Terminal())
     with events.progress_bar():
-        cloudckpt.save({"t": numbered(10)}, checkpoint_id=local.uri, config=local.config)
+        local.save({"t": numbered(10)})
     assert "rank 0" in sys.stderr.getvalue()

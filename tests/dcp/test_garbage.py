@@ -22,9 +22,6 @@ from cloudckpt.format_utils import (
     torch_save_to_dcp,
 )
 from cloudckpt.gc_pause import paused_gc
-from cloudckpt.torch_files.torch_file import load_torch_file
-from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.uri import CheckpointURI
 
 from .places import Place
 
@@ -63,7 +60,7 @@ def garbage() -> Iterator[list[torch.Tensor]]:
 
 
 def _load(place: Place) -> None:
-    cloudckpt.load(_other_layout(), checkpoint_id=place.uri, config=place.config, no_dist=True)
+    place.load(_other_layout(), no_dist=True)
 
 
 def _load_broadcast(place: Place) -> None:
@@ -80,9 +77,6 @@ OPERATIONS: dict[str, Callable[[Place], object]] = {
         _state(), checkpoint_id=f"{place.uri}-new", config=place.config, no_dist=True
     ).result(),
     "load": _load,
-    "load a file": lambda place: load_torch_file(
-        CheckpointURI.parse(f"{place.uri}.pt"), place.config, TransferStats()
-    ),
     "load a file and broadcast it": _load_broadcast,
     "dcp to torch": lambda place: dcp_to_torch_save(
         place.uri, f"{place.uri}-new.pt", config=place.config
@@ -96,7 +90,7 @@ OPERATIONS: dict[str, Callable[[Place], object]] = {
 @pytest.fixture
 def saved(place: Place) -> Iterator[Place]:
     """A place with a checkpoint, and with a file whose name ends with ``.pt``."""
-    cloudckpt.save(_state(), checkpoint_id=place.uri, config=place.config, no_dist=True)
+    place.save(_state(), no_dist=True)
     dcp_to_torch_save(place.uri, f"{place.uri}.pt", config=place.config)
     yield place
     cloudckpt.checkpointer.close_async_savers()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pickle
 import re
 import shutil
 from typing import Any
@@ -22,7 +21,6 @@ from cloudckpt.checkpoint.base import VALUE, Base, digest_of_bytes, kind_of
 from cloudckpt.checkpoint.objects import is_keep_name
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checksum import CRC64NVME
-from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.dcp.saving import Contents
 from cloudckpt.dcp.writer import CommitHook
 from cloudckpt.errors import (
@@ -35,12 +33,9 @@ from cloudckpt.runs.copying import detach
 from cloudckpt.stores.local import LocalStore
 
 from .places import Place, on_disk
+from .values import assert_same, blank_like
 
 FROZEN = 300_000  # elements
-
-
-class _Own(CloudSavePlanner):
-    """A planner of a user's own, by which each save is planned."""
 
 
 def state_at(step: int) -> dict[str, Any]:
@@ -57,31 +52,11 @@ def state_at(step: int) -> dict[str, Any]:
     }
 
 
-def room() -> dict[str, Any]:
-    blank = state_at(-1)
-    blank["names"] = []
-    for value in (blank["frozen"], blank["turned"], *blank["small"]):
-        value.zero_()
-    return blank
-
-
-def is_at(state: dict[str, Any], step: int) -> bool:
-    mine, its = pickle.dumps(state), pickle.dumps(state_at(step))
-    return (
-        len(mine) == len(its)
-        and all(
-            torch.equal(state[name], value)
-            for name, value in state_at(step).items()
-            if isinstance(value, torch.Tensor)
-        )
-        and (state["step"], state["names"]) == (step, state_at(step)["names"])
-    )
-
-
-def loaded(place: Place) -> dict[str, Any]:
-    found = room()
-    cloudckpt.load(found, checkpoint_id=place.uri, config=place.config)
-    return found
+def check(place: Place, step: int) -> None:
+    """Whether a step of the run is whole, to the last bit."""
+    found = blank_like(state_at(-1))
+    place.at(f"step-{step}").load(found)
+    assert_same(found, state_at(step))
 
 
 def saved(place: Place, step: int, **options: Any) -> int:
@@ -101,7 +76,7 @@ def test_only_what_has_changed_is_sent_and_every_step_is_whole(place) -> None:
     first = saved(place, 1)
     assert all(saved(place, step) < first / 10 for step in (2, 3, 4))
     for step in (1, 2, 3, 4):
-        assert is_at(loaded(place.at(f"step-{step}")), step)
+        check(place, step)
         assert cloudckpt.verify(place.at(f"step-{step}").uri, config=place.config).has_checksums
 
 
@@ -113,7 +88,7 @@ def test_what_is_detached_stands_alone(place) -> None:
     assert not marks(place)
     cloudckpt.delete(place.at("step-1").uri, config=place.config)
     assert not place.at("step-1").names()
-    assert is_at(loaded(place.at("step-2")), 2)
+    check(place, 2)
     assert detach(place.at("step-2").uri, config=place.config).checkpoints == 0
     assert len(place.at("step-2").data()) == len({one.name for one in _objects(place.at("step-2"))})
 
@@ -130,26 +105,12 @@ def test_what_others_refer_to_stays_until_the_last_of_them_goes(place) -> None:
         saved(place, step)
     for gone in (1, 2):
         cloudckpt.delete(place.at(f"step-{gone}").uri, config=place.config)
-        assert is_at(loaded(place.at("step-3")), 3)
+        check(place, 3)
     found = cloudckpt.runs.find_leftovers(place.uri, older_than=0, config=place.config)
     assert not found.objects
     assert place.at("step-1").data()
     cloudckpt.delete(place.at("step-3").uri, config=place.config)
     assert not place.names()
-
-
-def test_what_was_replaced_stays_if_others_refer_to_it(place) -> None:
-    saved(place, 1)
-    saved(place, 2)
-    config = place.having(incremental=True).config
-    other = {name: value for name, value in state_at(9).items() if name != "frozen"}
-    cloudckpt.save(other, checkpoint_id=place.at("step-1").uri, config=config)
-    assert is_at(loaded(place.at("step-2")), 2)
-    cloudckpt.delete(place.at("step-2").uri, config=place.config)
-    assert len(place.at("step-1").data()) == len(
-        {one.name for one in _objects(place.at("step-1")) if one.folder in ("", "step-1")}
-    )
-    assert not marks(place)
 
 
 def test_a_mark_of_a_save_that_was_killed_is_swept(place) -> None:
@@ -175,9 +136,9 @@ def test_a_base_that_has_lost_an_object_is_named_and_everything_is_sent(place, c
         _remove(place.at("step-1"), name)
     assert saved(place, 3) > 4 * FROZEN > 10 * first
     assert re.search(r"step-2 can't be the base .*step-1/__0_\S* does not exist", caplog.text)
-    assert is_at(loaded(place.at("step-3")), 3)
+    check(place, 3)
     assert saved(place, 4) < 10 * first
-    assert is_at(loaded(place.at("step-4")), 4)
+    check(place, 4)
 
 
 class Losing(CommitHook):
@@ -197,7 +158,7 @@ def test_an_object_of_the_base_that_is_lost_meanwhile_is_named(place) -> None:
         saved(place, 2, commit_hook=Losing(place.at("step-1")))
     assert not place.at("step-2").names()
     assert saved(place, 3) == first
-    assert is_at(loaded(place.at("step-3")), 3)
+    check(place, 3)
 
 
 @pytest.mark.parametrize("between", [(), (2,)], ids=["itself", "one behind it"])
@@ -208,21 +169,9 @@ def test_a_step_that_is_saved_again_names_only_what_is_elsewhere(place, between)
         assert saved(place, step) < first / 10
     assert not cloudckpt.inspect(place.at("step-1").uri, config=place.config).shared
     assert not [name for name in marks(place.at("step-1")) if not between]
-    assert is_at(loaded(place.at("step-1")), 1)
+    check(place, 1)
     for step in between:
-        assert is_at(loaded(place.at(f"step-{step}")), step)
-
-
-def test_a_save_over_its_own_base_that_fails_leaves_it_whole(place, monkeypatch) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AccessDeniedError("not on a Friday")
-
-    saved(place, 1)
-    monkeypatch.setattr("cloudckpt.checkpoint.commit.commit", refuse)
-    with pytest.raises(AccessDeniedError):
-        saved(place, 1)
-    assert is_at(loaded(place.at("step-1")), 1)
-    cloudckpt.verify(place.at("step-1").uri, config=place.config)
+        check(place, step)
 
 
 @on_disk
@@ -270,28 +219,24 @@ def test_without_a_base_that_can_be_used_all_is_sent(local, what, why, monkeypat
     sent = saved(place, 2, base=base.uri)
     assert re.search(f"can't be the base .*{why}", caplog.text)
     assert sent > 4 * FROZEN
-    assert is_at(loaded(place.at("step-2")), 2)
+    check(place, 2)
     assert not marks(place)
     assert saved(place, 3) < sent / 10  # it has digests itself
 
 
-@on_disk
-@pytest.mark.parametrize("planner", [None, _Own()], ids=["ours", "one's own"])
-def test_a_failed_save_leaves_no_mark(place, planner, monkeypatch) -> None:
-    saved(place, 1)
-    seen = []
+@pytest.mark.parametrize("step", [1, 2], ids=["over its base", "beside it"])
+def test_a_save_that_fails_leaves_its_base_whole_and_no_mark(local, step, monkeypatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        assert step == 1 or len(marks(local)) == 1
+        raise AccessDeniedError("not on a Friday", certain=True)
 
-    def fail(*arguments, **options):
-        seen.extend(marks(place))
-        raise AccessDeniedError("no", certain=True)
-
-    monkeypatch.setattr("cloudckpt.checkpoint.commit.commit", fail)
-    config, uri = place.having(incremental=True).config, place.at("step-2").uri
+    saved(local, 1)
+    before = local.names()
+    monkeypatch.setattr("cloudckpt.checkpoint.commit.commit", refuse)
     with pytest.raises(AccessDeniedError):
-        cloudckpt.save(state_at(2), checkpoint_id=uri, config=config, planner=planner)
-    assert len(seen) == 1
-    assert not marks(place)
-    assert not place.at("step-2").names()
+        saved(local, step)
+    assert local.names() == before
+    check(local, 1)
 
 
 @pytest.mark.parametrize("forgets", [True, False])
@@ -363,57 +308,45 @@ def _sharded(step: int) -> dict[str, Any]:
     }
 
 
-def _save_on_ranks(place: Place, steps: list[int], how: str) -> list[int]:
-    sent = []
+def _save_on_ranks(place: Place, steps: list[int], how: str = "") -> list[int]:
+    sent, config = [], place.having(incremental=True).config
     for step in steps:
-        writer = CloudStorageWriter(
-            place.at(f"step-{step}").uri, config=place.having(incremental=True).config
-        )
-        if how == "save":
+        writer = CloudStorageWriter(place.at(f"step-{step}").uri, config=config)
+        if not how:
             cloudckpt.save(_sharded(step), storage_writer=writer)
         else:
             kind = AsyncCheckpointerType[how]
             cloudckpt.async_save(
                 _sharded(step), storage_writer=writer, async_checkpointer_type=kind
             ).result()
-        assert writer.transferred is not None
         sent.append(writer.transferred.nbytes)
     cloudckpt.checkpointer.close_async_savers()
     return sent
 
 
-def _load_on_ranks(place: Place, step: int) -> bool:
-    wanted = _sharded(step)
-    found = _sharded(-1)
-    for value in (found["rows"], found["trained"]):
-        value.to_local().zero_()
-    if not cloudckpt.exists(place.uri, config=place.config):
-        return False
-    del found["own"], wanted["own"]
-    cloudckpt.load(found, checkpoint_id=place.uri, config=place.config)
-    return found["step"] == step and all(
-        torch.equal(found[name].full_tensor(), wanted[name].full_tensor())
-        for name in ("rows", "trained")
-    )
+def _check_on_ranks(place: Place, steps: tuple[int, ...]) -> None:
+    for step in steps:
+        wanted, found = _sharded(step), blank_like(_sharded(-1))
+        del found["own"], wanted["own"]
+        place.at(f"step-{step}").load(found)
+        assert found["step"] == step
+        for name in ("rows", "trained"):
+            assert_same(found[name].full_tensor(), wanted[name].full_tensor())
 
 
-@on_disk
-@pytest.mark.parametrize("how", ["save", "THREAD", "PROCESS"])
-def test_ranks_refer_each_to_what_it_has_written(place, ranks, how) -> None:
-    for sent in ranks(2, _save_on_ranks, place, [1, 2, 3], how):
-        assert sent[1] < sent[0] / 10
-        assert sent[2] < sent[0] / 10
-    for step in (1, 2, 3):
-        assert all(ranks(2, _load_on_ranks, place.at(f"step-{step}"), step))
+@pytest.mark.parametrize("how", ["THREAD", "PROCESS"])
+def test_ranks_refer_each_to_what_it_has_written(local, ranks, how) -> None:
+    for first, second, third in ranks(2, _save_on_ranks, local, [1, 2, 3], how):
+        assert max(second, third) < first / 10
+    ranks(2, _check_on_ranks, local, (1, 2, 3))
 
 
-def test_chunks_that_other_ranks_hold_now_are_found(place, ranks) -> None:
+def test_chunks_that_other_ranks_hold_now_are_found(local, ranks) -> None:
     """Six rows a rank, then four, then all: what is a chunk of the same rows is not sent again."""
-    first = sum(sum(sent) for sent in ranks(2, _save_on_ranks, place, [1], "save"))
-    again = sum(sum(sent) for sent in ranks(2, _save_on_ranks, place, [2], "save"))
-    other = sum(sum(sent) for sent in ranks(3, _save_on_ranks, place, [3], "save"))
-    back = sum(sum(sent) for sent in ranks(3, _save_on_ranks, place, [4], "save"))
-    assert again < first / 10
-    assert back < other / 10
-    for step in (1, 2, 3, 4):
-        assert all(ranks(3, _load_on_ranks, place.at(f"step-{step}"), step))
+    sent = [
+        sum(step for [step] in ranks(world, _save_on_ranks, local, [number]))
+        for number, world in enumerate((2, 2, 3, 3), 1)
+    ]
+    assert sent[1] < sent[0] / 10
+    assert sent[3] < sent[2] / 10
+    ranks(3, _check_on_ranks, local, (1, 2, 3, 4))

@@ -211,9 +211,9 @@ def test_bytes_of_an_extra_state_take_the_saved_length(tmp_path):
 def _resharded(place: Place) -> dict[str, str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {"s": distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]), "w": torch.ones(2)}
-    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    place.save(state)
     state["s"] = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])
-    report = cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    report = place.load(state)
     assert torch.equal(state["s"].to_local(), torch.ones(4, 2))
     return dict(report.converted)
 

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cloudckpt.checkpoint.structure import Structure
@@ -51,7 +51,9 @@ def _planned(state):
 
 @settings(max_examples=400)
 @given(STATES, STATES)
-def test_states_of_one_outline_have_one_plan(one, other):
+def test_states_of_one_outline_have_one_plan(one, changes):
+    """Whatever differs in a few entries: names, order, containers, shapes, types, strides."""
+    other = {**one, **changes}
     outlines = Outline.of(one), Outline.of(other)
     if None in outlines or outlines[0] != outlines[1]:
         return
@@ -74,49 +76,6 @@ def test_leaves_are_the_values_in_the_order_of_torchs_names(state):
     outline = Outline.of(state)
     assert outline is not None
     assert [id(leaf) for leaf in outline.leaves] == [id(one) for one in planner.state_dict.values()]
-
-
-def _base():
-    return {
-        "model": {"weight": torch.zeros(4, 2), "bias": torch.zeros(4)},
-        "optimizer": {"state": {0: {"step": torch.zeros(())}}, "groups": [{"lr": 0.1}]},
-        "step": 3,
-    }
-
-
-def _set(*path, value):
-    def change(state):
-        for key in path[:-1]:
-            state = state[key]
-        state[path[-1]] = value
-
-    return change
-
-
-def _moved_to_the_end(state):
-    state["model"]["weight"] = state["model"].pop("weight")
-
-
-CHANGES = {
-    "another name": lambda state: state["model"].update(other=state["model"].pop("bias")),
-    "another order": _moved_to_the_end,
-    "another type of a key": lambda state: state["optimizer"].update(
-        state={"0": state["optimizer"]["state"][0]}
-    ),
-    "a key that equals the old one": lambda state: state["optimizer"].update(
-        state={False: state["optimizer"]["state"][0]}
-    ),
-    "another shape": _set("model", "weight", value=torch.zeros(2, 4)),
-    "another type": _set("model", "weight", value=torch.zeros(4, 2, dtype=torch.float64)),
-    "requires_grad": _set("model", "weight", value=torch.zeros(4, 2, requires_grad=True)),
-    "strides": _set("model", "weight", value=torch.zeros(2, 4).t()),
-    "a value in place of a tensor": _set("model", "weight", value=1),
-    "a dict in place of a value": _set("step", value={"a": 1}),
-    "an empty dict in place of a value": _set("step", value={}),
-    "a list that is flattened": _set("step", value=[torch.zeros(1)]),
-    "another container": _set("model", value=OrderedDict(_base()["model"])),
-    "one more in a list": lambda state: state["optimizer"]["groups"].append({"lr": 0.2}),
-}
 
 
 def _declaring(tensor=None, **changed):
@@ -145,18 +104,9 @@ def test_another_part_of_a_larger_tensor_is_another_outline(changed):
     assert Outline.of({"a": [torch.zeros(4, 3)]}) != _declaring()
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_the_structure_is_another_outline(change):
-    state = _base()
-    CHANGES[change](state)
-    assert Outline.of(state) != Outline.of(_base())
-
-
-def test_a_change_of_values_is_not():
-    state = _base()
-    state["model"]["weight"] += 1
-    state["step"], state["optimizer"]["groups"][0]["lr"] = "text", (1, 2)
-    assert Outline.of(state) == Outline.of(_base()).without_leaves()
+def test_other_values_are_no_other_outline():
+    states = [{"step": step, "t": torch.full((2,), step), "a": [{"lr": step}]} for step in (1, 2)]
+    assert Outline.of(states[0]) == Outline.of(states[1]).without_leaves()
 
 
 def test_keys_that_are_equal_and_have_other_names_are_another_outline():
@@ -199,16 +149,6 @@ class _OwnShard(Shard):
     """Equal to any placement of its dimension, as torch's own once were."""
 
 
-class _OwnMesh(DeviceMesh):
-    """Equal to the mesh that it is a copy of, wherever it has this rank stand."""
-
-
-def _own(mesh):
-    made = copy.copy(mesh)
-    made.__class__ = _OwnMesh
-    return made
-
-
 def _sharded_outlines():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
 
@@ -231,9 +171,8 @@ def _sharded_outlines():
         Outline.of({"t": torch.zeros(2, 3)}),
         outline(StridedShard(0, split_factor=2)),
     )
-    unknown = outline(_OwnShard(0)), outline(Shard(0), _own(mesh))
-    return [first != other for other in others], [one is None for one in unknown]
+    return [first != other for other in others], outline(_OwnShard(0)) is None
 
 
 def test_placements_meshes_and_whole_shapes_count(ranks):
-    assert ranks(2, _sharded_outlines) == [([True] * 6, [True] * 2)] * 2
+    assert ranks(2, _sharded_outlines) == [([True] * 6, True)] * 2

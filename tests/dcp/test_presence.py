@@ -15,31 +15,7 @@ from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from support.faulty_store import FaultyStore
 
-from .places import Place
-
-
-def save(place: Place, **options) -> None:
-    cloudckpt.save({"t": torch.ones(3)}, checkpoint_id=place.uri, config=place.config, **options)
-
-
-def load(place: Place) -> None:
-    cloudckpt.load({"t": torch.zeros(3)}, checkpoint_id=place.uri, config=place.config)
-
-
-def exists(place: Place) -> bool:
-    return cloudckpt.exists(place.uri, config=place.config)
-
-
-# ---- exists
-
-
-def test_a_checkpoint_exists_when_it_is_committed(place):
-    assert not exists(place)
-    save(place)
-    assert exists(place)
-    assert not exists(place.at("beneath"))
-    run = place.uri.rpartition("/")[0]
-    assert not cloudckpt.exists(run, config=place.config)
+STATE = {"t": torch.ones(3)}
 
 
 def test_asking_says_nothing_and_takes_one_request(s3, caplog):
@@ -50,12 +26,12 @@ def test_asking_says_nothing_and_takes_one_request(s3, caplog):
     )
     try:
         with caplog.at_level(logging.DEBUG, "cloudckpt"):
-            assert not exists(s3)
+            assert not cloudckpt.exists(s3.uri, config=s3.config)
             assert len(requests) == 1
             assert [r for r in caplog.records if r.levelno >= logging.INFO] == []
-        save(s3)
+        s3.save(STATE)
         requests.clear()
-        assert exists(s3)
+        assert cloudckpt.exists(s3.uri, config=s3.config)
         assert len(requests) == 1
     finally:
         del store.exchange
@@ -68,32 +44,23 @@ def test_a_store_that_does_not_answer_says_nothing_of_a_checkpoint(error, local,
     store.fail("get_range", error, calls=range(1, 20))
     monkeypatch.setattr("cloudckpt.api.open_store", lambda *_: store)
     with pytest.raises(error):
-        exists(local)
-
-
-# ---- what is beneath
-
-
-def not_found(place: Place) -> str:
-    with pytest.raises(CheckpointNotFoundError) as caught:
-        load(place)
-    assert caught.value.uri == place.uri
-    return str(caught.value)
+        cloudckpt.exists(local.uri, config=local.config)
 
 
 def test_the_last_checkpoints_beneath_a_run_are_named(place):
     for step in (5, 200, 1000, 30, 7, 9):
-        save(place.at(f"step-{step}"))
-    told = not_found(place)
-    assert (
-        f"There are 6 in folders under it: did you mean {place.uri}/step-1000? Others are" in told
-    )
+        place.at(f"step-{step}").save(STATE)
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        place.load(STATE)
+    told = str(caught.value)
+    assert caught.value.uri == place.uri
+    assert f"did you mean {place.uri}/step-1000?" in told
     assert f"{place.uri}/step-200, {place.uri}/step-30, {place.uri}/step-9" in told
     assert "step-7" not in told
 
 
 def test_a_listing_that_is_refused_is_no_matter(local, monkeypatch):
-    save(local.at("step-1"))
+    local.at("step-1").save(STATE)
 
     def refuse(*_):
         raise AccessDeniedError("no listing for you")
@@ -101,4 +68,5 @@ def test_a_listing_that_is_refused_is_no_matter(local, monkeypatch):
 
     store = open_store(CheckpointURI.parse(local.uri), local.config)
     monkeypatch.setattr(type(store), "list", refuse)
-    assert "interrupted" in not_found(local)
+    with pytest.raises(CheckpointNotFoundError, match="interrupted"):
+        local.load(STATE)

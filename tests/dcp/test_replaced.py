@@ -40,6 +40,15 @@ def state_of(step: int) -> dict:
     }
 
 
+def save(place: Place, step: int) -> None:
+    place.save(state_of(step), no_dist=True)
+
+
+def load(place: Place) -> int:
+    place.load(state := state_of(-1), no_dist=True)
+    return step_of(state)
+
+
 def step_of(state: dict) -> int:
     found = {
         *map(int, state["large"].aminmax()),
@@ -50,16 +59,6 @@ def step_of(state: dict) -> int:
     }
     assert len(found) == 1, f"a mix of steps: {found}"
     return found.pop()
-
-
-def save(place: Place, step: int) -> None:
-    cloudckpt.save(state_of(step), checkpoint_id=place.uri, config=place.config, no_dist=True)
-
-
-def load(place: Place, **options) -> int:
-    state = state_of(-1)
-    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config, **options)
-    return step_of(state)
 
 
 @contextlib.contextmanager
@@ -95,7 +94,7 @@ REQUESTS = [("get_range", ".metadata"), ("get_range", ".distcp")]
 def test_a_load_that_was_overtaken_begins_anew(verb, suffix, place):
     save(place, 1)
     with overtaken(place, verb, suffix, lambda: save(place, 2)) as seen:
-        assert load(place, no_dist=True) == 2
+        assert load(place) == 2
     assert len(seen) == 1
 
 
@@ -110,7 +109,7 @@ def test_a_load_that_is_always_overtaken_ends_by_name(verb, suffix, verify, loca
         overtaken(place, verb, suffix, lambda: save(place, next(steps)), times=99) as seen,
         pytest.raises(CheckpointReplacedError, match="replaced 5 times while") as caught,
     ):
-        load(place, no_dist=True)
+        load(place)
     assert caught.value.uri == place.uri
     assert TRIES <= len(seen) <= 2 * TRIES  # two objects are read at once
 
@@ -129,7 +128,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_found(verb, suffix, place
         overtaken(place, verb, suffix, delete),
         pytest.raises(CheckpointNotFoundError),
     ):
-        load(place, no_dist=True)
+        load(place)
 
 
 # ---- files of torch.save
@@ -147,7 +146,7 @@ def test_a_file_that_is_replaced_while_it_is_converted_is_read_anew(place):
     with overtaken(file, "get_range", ".pt", lambda: write(file, next(steps)), times=2) as seen:
         torch_save_to_dcp(file.uri, target.uri, config=file.config)
     assert len(seen) == 2
-    assert load(target, no_dist=True) == 3
+    assert load(target) == 3
 
 
 # ---- many ranks
@@ -161,7 +160,7 @@ def _spread(step: int, *, blank: bool = False) -> dict:
 
 def _load_spread(place: Place) -> int:
     state = _spread(-1)
-    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    place.load(state)
     return step_of({**state, "small": state["small"].full_tensor()})
 
 
@@ -170,7 +169,13 @@ def _overtake_on(rank: int, place: Place, times: int = 1) -> int:
     if dist.get_rank() != rank:
         return _load_spread(place)
     steps = iter(range(2, 100))
-    with overtaken(place, "get_range", ".distcp", lambda: save(place, next(steps)), times) as seen:
+    with overtaken(
+        place,
+        "get_range",
+        ".distcp",
+        lambda: save(place, next(steps)),
+        times,
+    ) as seen:
         found = _load_spread(place)
     assert len(seen) == times
     return found
@@ -210,41 +215,3 @@ def test_a_file_that_is_replaced_while_it_is_broadcast_is_of_one_version(skip, l
 
 
 # ---- writers that never rest
-
-
-def _loads(place: Place, count: int) -> list[int]:
-    found = []
-    for _ in range(count):
-        with contextlib.suppress(CheckpointReplacedError):
-            found.append(_load_spread(place) if dist.is_initialized() else load(place))
-    return found
-
-
-@contextlib.contextmanager
-def writing(place: Place) -> Iterator[None]:
-    """Within, one save after another."""
-    done, failures = threading.Event(), []
-
-    def run() -> None:
-        step = 1
-        try:
-            while not done.is_set():
-                save(place, step := step + 1)
-        except BaseException as error:  # noqa: BLE001 - told below
-            failures.append(error)
-
-    save(place, 1)
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    assert failures == []
-
-
-def test_loads_of_many_ranks_beside_a_writer_are_each_of_one_save(place, ranks):
-    with writing(place):
-        first, second = ranks(2, _loads, place, 10)
-    assert first == second == sorted(first)

@@ -55,7 +55,7 @@ def _save(places: list[Place], kind: str = "options") -> None:
         if kind == "background":
             cloudckpt.async_save(_state(), checkpoint_id=place.uri, config=place.config).result(150)
         else:
-            cloudckpt.save(_state(), checkpoint_id=place.uri, config=place.config)
+            place.save(_state())
     finally:
         os.environ.pop("AWS_ENDPOINT_URL_S3", None)
         cloudckpt.checkpointer.close_async_savers()
@@ -107,7 +107,7 @@ def test_ranks_that_write_to_disks_of_their_own_commit_nothing(tmp_path, ranks):
 def _load(places: list[Place]) -> None:
     place = places[min(dist.get_rank(), len(places) - 1)]
     state = {"small": torch.zeros(60, 10)}
-    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    place.load(state)
     assert_same(state["small"], numbered(60, 10))
 
 

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import cloudckpt
-from cloudckpt import CheckpointManager
 from cloudckpt.checkpointer import (
     AsyncCheckpointer,
     CheckpointerConfig,
@@ -75,7 +74,7 @@ def _loaded(place: Place, like: dict) -> dict:
         return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
     state = {name: blank(value) for name, value in like.items()}
-    cloudckpt.load(state, checkpoint_id=place.uri, config=place.config)
+    place.load(state)
     return state
 
 
@@ -98,18 +97,14 @@ def _saves(place: Place, steps) -> list[tuple[int, int]]:
     for step in steps:
         state = step if isinstance(step, dict) else _state(step)
         with watched() as (sent, plans):
-            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+            place.save(state)
         found.append((len(plans), sum(sent)))
         assert _same(state, _loaded(place, state))
     return found
 
 
-def _three(place: Place):
-    return _saves(place, (1, 2, 3))
-
-
-def test_the_second_save_plans_nothing_and_gathers_few_bytes(place, ranks):
-    for first, *others in ranks(3, _three, place):
+def test_the_second_save_plans_nothing_and_gathers_few_bytes(local, ranks):
+    for first, *others in ranks(3, _saves, local, (1, 2, 3)):
         assert first[0] == 1
         assert [plans for plans, _ in others] == [0, 0]
         assert max(sent for _, sent in others) <= FEW
@@ -135,7 +130,7 @@ def _own_planner_on_one(place: Place):
     state = _state(2)
     planner = Own() if dist.get_rank() == 1 else None
     with watched() as (_, plans):
-        cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, planner=planner)
+        place.save(state, planner=planner)
     assert _same(state, _loaded(place, state))
     return len(plans)
 
@@ -173,7 +168,7 @@ def _of_another_version(place: Place):
         if dist.get_rank() == 1:
             patch.setattr(make, "__defaults__", (*make.__defaults__[:-1], "9.9"))
         with pytest.raises(ConfigError, match=r"9\.9"):
-            cloudckpt.save({"t": torch.ones(2)}, checkpoint_id=place.uri, config=place.config)
+            place.save({"t": torch.ones(2)})
 
 
 def test_ranks_of_different_versions_are_told_so(local, ranks):
@@ -191,95 +186,30 @@ class Planless(CommitHook):
         CloudSavePlanner.create_local_plan = refuse
 
 
-def _by_async_save(place: Place, kind, states):
-    for state in states:
-        writer = cloudckpt.CloudStorageWriter(
-            place.uri, config=place.config, commit_hook=Planless()
-        )
-        cloudckpt.async_save(state, storage_writer=writer, async_checkpointer_type=kind).result()
-    cloudckpt.checkpointer.close_async_savers()
-
-
-def _options(place: Place, kind) -> CheckpointerConfig:
-    return CheckpointerConfig(config=place.config, kind=kind, commit_hook=Planless())
-
-
-def _by_checkpointer(place: Place, kind, states):
-    with AsyncCheckpointer(_options(place, kind)) as checkpointer:
-        for state in states:
-            checkpointer.save(place.uri, state)
-            checkpointer.wait()
-
-
-def _by_manager(place: Place, kind, states):
-    with CheckpointManager(place.uri, checkpointer=_options(place, kind)) as manager:
-        for step, state in enumerate(states):
-            assert manager.save(step, state)
-
-
-def _in_the_background(place: Place, save, kind):
+def _in_a_process(place: Place):
+    config = CheckpointerConfig(
+        config=place.config, kind=AsyncCheckpointerType.PROCESS, commit_hook=Planless()
+    )
     plan = CloudSavePlanner.create_local_plan
-    states = [{"t": torch.full((9,), float(step)), "step": step} for step in (1, 2, 3)]
     try:
-        save(place, AsyncCheckpointerType(kind), states)
+        with AsyncCheckpointer(config) as checkpointer:
+            for step in (1, 2, 3):
+                checkpointer.save(place.uri, {"t": torch.full((9,), float(step)), "step": step})
+                checkpointer.wait()
     finally:
         CloudSavePlanner.create_local_plan = plan
     state = {"t": torch.zeros(9), "step": 0}
-    where = place if save is not _by_manager else place.at("step-2")
-    cloudckpt.load(state, checkpoint_id=where.uri, config=place.config)
+    place.load(state)
     return state["step"], state["t"].tolist() == [3.0] * 9
 
 
-@pytest.mark.parametrize(
-    ("save", "kind"),
-    [(_by_async_save, "thread"), (_by_checkpointer, "process"), (_by_manager, "process")],
-)
-def test_saves_in_the_background_plan_once(local, ranks, save, kind):
-    assert ranks(2, _in_the_background, local, save, kind) == [(3, True)] * 2
-
-
-def _of_all_kinds() -> dict:
-    """Small and large tensors, contiguous and not, on both sides of what is packed, and values."""
-    return {
-        "scalar": torch.tensor(3.5),
-        "empty": torch.zeros(0, 4),
-        "bool": torch.tensor([True, False, True]),
-        **{f"small.{n}": torch.arange(float(n)) for n in range(1, 400)},
-        "large": torch.arange(70_000),
-        "strided": torch.arange(60.0).view(5, 12).t(),
-        "conjugated": torch.tensor([1 + 2j, 3j]).conj(),
-        "half": torch.arange(9).to(torch.bfloat16),
-        "value": {"a": [1, 2]},
-        "parameter": torch.nn.Parameter(torch.ones(3)),
-        "behind": torch.full((7,), 2.0),
-        "shared": (base := torch.arange(20.0))[3:9],
-        "shared as well": base[5:],
-    }
-
-
-def test_a_save_by_the_same_plan_writes_the_same_bytes(local):
-    config = local.config
-    saved = []
-    for name in ("first", "second"):
-        place, state = local.at(name), _of_all_kinds()
-        with watched() as (_, plans):
-            cloudckpt.save(state, checkpoint_id=place.uri, config=config, no_dist=True)
-        assert len(plans) == (1 if name == "first" else 0)
-        names = place.data()
-        saved.append({data.split(".")[0]: place.read(data) for data in names})
-        blank = {key: torch.zeros_like(value) for key, value in state.items() if key != "value"}
-        cloudckpt.load(blank, checkpoint_id=place.uri, config=config, no_dist=True)
-        for key, value in blank.items():
-            assert_same(value, state[key])
-    assert saved[0] == saved[1]
+def test_a_process_that_saves_plans_once(local, ranks):
+    assert ranks(2, _in_a_process, local) == [(3, True)] * 2
 
 
 def test_memory_that_was_freed_is_told_by_a_save_by_the_same_plan(local):
     state = {"kept": torch.ones(5), "freed": torch.ones(6)}
-    cloudckpt.save(state, checkpoint_id=local.uri, config=local.config, no_dist=True)
+    local.save(state, no_dist=True)
     state["freed"].untyped_storage().resize_(0)
     with pytest.raises(cloudckpt.errors.UnsupportedTensorError, match="freed"):
-        cloudckpt.save(state, checkpoint_id=local.uri, config=local.config, no_dist=True)
-
-
-# values that change their size: objects come and go, and items move from one to another
+        local.save(state, no_dist=True)

@@ -1,6 +1,5 @@
 """Ranks that want the same bytes read them from the store once."""
 
-import dataclasses
 import os
 
 import pytest
@@ -10,10 +9,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import cloudckpt
 from cloudckpt.dcp import loading
-from cloudckpt.dcp.reader import CloudStorageReader
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from support.ranks import RanksDiedError
+
+from .values import assert_same
 
 
 def whole() -> dict[str, torch.Tensor]:
@@ -29,41 +29,30 @@ def empty(state):
     return {name: torch.zeros_like(value) for name, value in state.items()}
 
 
-def load(uri, state, config):
+def all_load_the_same(place):
     """The bytes that this rank has read from the store."""
-    reader = CloudStorageReader(uri, config=config)
-    cloudckpt.load(state, storage_reader=reader)
-    assert reader.transferred is not None
+    state, target, reader = whole(), empty(whole()), place.reader()
+    place.save(state)
+    cloudckpt.load(target, storage_reader=reader)
+    assert_same(target, state)
     return reader.transferred.nbytes
-
-
-def all_load_the_same(place, shared_reads):
-    config = dataclasses.replace(place.config, shared_reads=shared_reads)
-    state = whole()
-    cloudckpt.save(state, checkpoint_id=place.uri, config=config)
-    target = empty(state)
-    read = load(place.uri, target, config)
-    assert all(torch.equal(target[name], value) for name, value in state.items())
-    return read
 
 
 @pytest.mark.parametrize("shared_reads", ["auto", "host"])
 def test_replicated_tensors_leave_the_store_once(ranks, s3, shared_reads):
     unique = sum(value.nbytes for value in whole().values())
-    read = ranks(4, all_load_the_same, s3, shared_reads)
+    read = ranks(4, all_load_the_same, s3.having(shared_reads=shared_reads))
     assert unique <= sum(read) <= 1.05 * unique
     assert max(read) <= 0.5 * unique
 
 
 def mixed_options(place):
-    config = dataclasses.replace(place.config, shared_reads=["auto", "off"][dist.get_rank()])
     with pytest.raises(cloudckpt.errors.ConfigError, match="shared_reads"):
-        cloudckpt.load({}, checkpoint_id=place.uri, config=config)
-    return True
+        place.having(shared_reads=["auto", "off"][dist.get_rank()]).load({})
 
 
 def test_ranks_must_agree_on_it(ranks, local):
-    assert ranks(2, mixed_options, local) == [True, True]
+    ranks(2, mixed_options, local)
 
 
 class OwnPlanner(DefaultLoadPlanner):
@@ -71,10 +60,10 @@ class OwnPlanner(DefaultLoadPlanner):
 
 
 def mixed_planners(place, where):
-    cloudckpt.save({"a": torch.ones(3)}, checkpoint_id=place.uri, config=place.config)
+    place.save({"a": torch.ones(3)})
     planner = OwnPlanner() if dist.get_rank() == where else None
     target = {"a": torch.zeros(3)}
-    cloudckpt.load(target, checkpoint_id=place.uri, config=place.config, planner=planner)
+    place.load(target, planner=planner)
     return bool(target["a"].all())
 
 
@@ -87,11 +76,11 @@ def load_while_one_dies(place):
     if dist.get_rank() == 1:
         store = open_store(CheckpointURI.parse(place.uri), place.config)
         store.get_range = lambda *_, **__: os._exit(1)
-    cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
+    place.load(empty(whole()))
 
 
 def test_if_a_rank_dies_amid_the_reading_all_others_end(ranks, s3):
-    cloudckpt.save(whole(), checkpoint_id=s3.uri, config=s3.config)
+    s3.save(whole())
     with pytest.raises(RanksDiedError):
         ranks(4, load_while_one_dies, s3, deadline=60)
 
@@ -103,12 +92,12 @@ def load_while_one_lacks(place, function):
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(loading, function, lack)
-        cloudckpt.load(empty(whole()), checkpoint_id=place.uri, config=place.config)
+        place.load(empty(whole()))
 
 
 @pytest.mark.parametrize("function", ["plan_shares", "ring_allgather"])
 def test_if_one_rank_raises_before_it_passes_anything_on_no_other_waits(ranks, local, function):
-    cloudckpt.save(whole(), checkpoint_id=local.uri, config=local.config)
+    local.save(whole())
     told = ranks.errors(4, load_while_one_lacks, local, function)
     assert type(told[1]) is MemoryError
     others = {type(error) for rank, error in enumerate(told) if rank != 1}

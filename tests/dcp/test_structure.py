@@ -9,12 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt.checkpointer import (
@@ -43,72 +39,22 @@ def in_order(value):
     return type(value)(map(in_order, value)) if type(value) in (list, tuple) else value
 
 
-def trained():
-    """A model and its optimizer, which has moments."""
-    torch.manual_seed(7)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def state():
-    return {
-        "optimizer": trained()[1].state_dict(),
-        "kinds": {
-            1: numbered(2),
-            0.5: 1,
-            None: None,
-            "s": 1,
-            False: {},
-            -3: {"": {}},
-        },
-        "tuple": (numbered(3), {"a": (), 1: [numbered(1)]}),
-        "lists": [{}, [], [[{}]], numbered(2), (), [{}, None], None, {}],
-        "empty": ([], (), {}),
-        "none": None,
-        "last": {"a": {"b": {}}, "c": [{}]},
-    }
-
-
-def loaded(place: Place, **options):
-    config = CheckpointerConfig(config=place.config, **options)
-    with make_sync_checkpointer(config) as checkpointer:
+def loaded(place: Place):
+    with make_sync_checkpointer(CheckpointerConfig(config=place.config)) as checkpointer:
         return checkpointer.load(place.uri)
 
 
-def by_checkpointer(content, place):
-    with make_sync_checkpointer(CheckpointerConfig(config=place.config)) as checkpointer:
-        checkpointer.save(place.uri, content)
-
-
-def by_async_checkpointer(content, place, kind=AsyncCheckpointerType.THREAD):
-    config = CheckpointerConfig(config=place.config, kind=kind)
-    with make_async_checkpointer(config) as checkpointer:
+def by_async_checkpointer(content, place):
+    with make_async_checkpointer(CheckpointerConfig(config=place.config)) as checkpointer:
         checkpointer.save(place.uri, content)[1].result(PATIENCE)
 
 
 def by_save(content, place):
-    cloudckpt.save(content, checkpoint_id=place.uri, config=place.config)
+    place.save(content)
 
 
-def by_stock(content, place):
+def _by_stock(place, content):
     dcp.save(content, storage_writer=place.writer())
-
-
-# ---- conversion
-
-
-# ---- into a state dict
-
-
-# ---- stock torch
-
-
-# ---- other planners
 
 
 class Renaming(DefaultSavePlanner):
@@ -123,9 +69,6 @@ def test_a_planner_that_saves_something_else_gets_no_note_of_what_it_was_given(l
     assert_same(loaded(local), {"new_a": {"1": numbered(2)}})
 
 
-# ---- what can't be
-
-
 COLLISIONS = [
     ({"a": {1: numbered(1), "1": numbered(2)}}, r"\['a'\]\['1'\] and .*\['a'\]\[1\]"),
     ({"a.b": numbered(1), "a": {"b": numbered(2)}}, r"\['a'\]\['b'\] and .*\['a.b'\]"),
@@ -137,7 +80,7 @@ COLLISIONS = [
 @pytest.mark.parametrize(("content", "named"), COLLISIONS)
 def test_two_values_of_one_name_are_refused(local, content, named):
     by_save({"step": 1}, local)
-    for save in (by_save, by_checkpointer, by_async_checkpointer):
+    for save in (by_save, by_async_checkpointer):
         with pytest.raises(KeyCollisionError, match=named) as caught:
             save(content, local)
         assert isinstance(caught.value, ValueError)
@@ -145,52 +88,15 @@ def test_two_values_of_one_name_are_refused(local, content, named):
     assert_same(loaded(local), {"step": 1})
 
 
-# ---- many ranks
-
-
-# ---- any state
-
-
-KEYS = st.text("ab.", max_size=2) | st.integers(0, 3) | st.booleans() | st.none()
-LEAVES = st.sampled_from(
-    [torch.arange(3.0), torch.tensor(2), None, 1, "", b"x", (), [], (torch.ones(1), [{1: {}}])]
+@pytest.mark.parametrize(
+    "content", [{".": {}, "": {"": None}}, {".": [None, {}], "": {"": torch.ones(3)}}], ids=str
 )
-NESTED = st.recursive(
-    LEAVES,
-    lambda inner: st.dictionaries(KEYS, inner, max_size=4) | st.lists(inner, max_size=3),
-    max_leaves=10,
-)
-
-
-@settings(max_examples=40)
-@given(content=st.dictionaries(KEYS, NESTED, max_size=4))
-@example(content={".": {}, "": {"": None}})  # one flat name, and two places
-@example(content={".": [None, {}], "": {"": torch.ones(3)}})  # a list that is none without the dict
-@pytest.mark.parametrize("save", [by_save, by_stock], ids=lambda save: save.__name__)
-def test_any_state_comes_back_or_is_refused(local, save, content):
-    try:
-        save(content, local)
-    except (KeyCollisionError, dcp.CheckpointException):
-        assert has_collision(content)
-        return
+@pytest.mark.parametrize("save", [Place.save, _by_stock])
+def test_places_of_one_flat_name_come_back(local, save, content):
+    save(local, content)
     assert_same(loaded(local), content)
-    target = copy.deepcopy(content)
-    cloudckpt.load(target, checkpoint_id=local.uri)
+    local.load(target := copy.deepcopy(content))
     assert_same(target, content)
-
-
-def has_collision(content) -> bool:
-    names = [name for name, _ in leaves(content)]
-    return len(set(names)) < len(names)
-
-
-def leaves(value, name=""):
-    """The names of all that a dict or a list may hold, containers too."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, entry in entries:
-        yield f"{name}.{key}", entry
-        if isinstance(entry, (dict, list)):
-            yield from leaves(entry, f"{name}.{key}")
 
 
 class Settings(dict):
@@ -220,17 +126,12 @@ def keeps():
 
 
 @pytest.mark.parametrize("ends", ["partial", "missing"])
-@pytest.mark.parametrize("many", [False, True], ids=["alone", "a group"])
-def test_values_that_nothing_is_loaded_into_stay_as_they_are(ends, many, tmp_path):
+def test_values_that_nothing_is_loaded_into_stay_as_they_are(ends, tmp_path):
     cloudckpt.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
     state = {"w": torch.zeros(2), "settings": Settings(keeps())}
     planner = DefaultLoadPlanner(allow_partial_load=ends == "partial")
-    with contextlib.ExitStack() as stack:
-        if many:
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            stack.callback(dist.destroy_process_group)
-        if ends == "missing":
-            stack.enter_context(pytest.raises(MissingKeyError))
+    refused = pytest.raises(MissingKeyError) if ends == "missing" else contextlib.nullcontext()
+    with refused:
         cloudckpt.load(state, checkpoint_id=tmp_path, planner=planner)
     assert type(state["settings"]) is Settings
     assert_same(dict(state["settings"]), keeps())

@@ -14,8 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
 import cloudckpt.hf
@@ -96,122 +94,71 @@ def _full(step: int) -> dict:
     return {name: tensor + step for name, tensor in FULL.items()}
 
 
-def spread(step: int, seed: int, world: int | None = None) -> dict:
+def spread(step: int, seed: int) -> dict:
     """What this rank has of a state; all have the same seed.
 
     Args:
         step: Tells the values of one save from those of others.
         seed: Of the way in which it is spread.
-        world: How many ranks have parts; default: all.
     """
-    draw, ranks = random.Random(seed), world or dist.get_world_size()
-    own: dict = {}
+    draw, rank, own = random.Random(seed), dist.get_rank(), {}
     for name, full in _full(step).items():
-        by_rank: list[list[Box]] = [[] for _ in range(ranks)]
+        by_rank: list[list[Box]] = [[] for _ in range(dist.get_world_size())]
         for box in _boxes(draw, full.shape):
-            by_rank[draw.randrange(ranks)].append(box)
+            draw.choice(by_rank).append(box)
             if draw.random() < 0.2:  # a part that several ranks have
-                other = by_rank[draw.randrange(ranks)]
+                other = draw.choice(by_rank)
                 other.extend([box] if box not in other else [])
-        margin, kind = draw.randrange(3), draw.choice([tuple, list])
+        tensor = holding(full, by_rank[rank], draw.randrange(3), draw.choice([tuple, list]))
         is_parameter, is_left_out = draw.random() < 0.3, draw.random() < 0.5
-        rank = dist.get_rank()
-        mine = by_rank[rank] if rank < ranks else []
-        if mine or not is_left_out or name == "cube":
-            tensor = holding(full, mine, margin, kind)
-            if is_parameter and full.is_floating_point():
-                values = vars(tensor)
-                tensor = torch.nn.Parameter(tensor)
-                vars(tensor).update(values)
+        if is_parameter and full.is_floating_point():
+            values = vars(tensor)
+            tensor = torch.nn.Parameter(tensor)
+            vars(tensor).update(values)
+        if by_rank[rank] or not is_left_out:
             own[name] = tensor
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {
-        "model": {name: own[name] for name in own if name != "cube"},
-        "list": [own["cube"]],
-        "sharded": distribute_tensor(numbered(8, 3) + step, mesh, [Shard(0)]),
-        "plain": numbered(5) + step,
-        "step": step,
-    }
+    return {"model": own, "step": step}
 
 
-def _blank(state):
+def _blank(state: dict) -> dict:
     """Room for what it holds, with its attributes."""
-    if isinstance(state, dict):
-        return {key: _blank(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_blank(value) for value in state]
-    if not isinstance(state, torch.Tensor):
-        return None
-    made = torch.full_like(state, 77)
-    vars(made).update(vars(state))
-    return made
-
-
-def _whole() -> dict:
-    named = {name: torch.full_like(full, 113) for name, full in FULL.items()}
-    return {
-        "model": {name: named[name] for name in named if name != "cube"},
-        "list": [named["cube"]],
-        "sharded": torch.zeros(8, 3),
-        "plain": torch.zeros(5),
-        "step": None,
-    }
+    room = {name: torch.full_like(tensor, 77) for name, tensor in state["model"].items()}
+    for name, tensor in state["model"].items():
+        vars(room[name]).update(vars(tensor))
+    return {"model": room, "step": None}
 
 
 def _check(step: int, load) -> None:
     """Whether what was saved can be loaded whole, and spread in another way."""
-    whole = _whole()
+    whole = {"model": _full(-1), "step": None}
     load(whole)
-    for name, full in _full(step).items():
-        assert_same((whole["model"] | {"cube": whole["list"][0]})[name], full, name)
-    assert_same(whole["sharded"], numbered(8, 3) + step)
-    assert (whole["step"], whole["plain"].tolist()) == (step, (numbered(5) + step).tolist())
+    assert_same(whole, {"model": _full(step), "step": step})
     for seed in (step, step + 1000):
         expected = spread(step, seed)
         found = _blank(expected)
         load(found)
-        for name in expected["model"]:
-            assert_same(found["model"][name].detach(), expected["model"][name].detach(), name)
-        for one, other in zip(found["list"], expected["list"], strict=True):
-            assert_same(one, other)
-        assert_same(found["sharded"].to_local(), expected["sharded"].to_local())
+        for name, tensor in expected["model"].items():
+            assert_same(found["model"][name].detach(), tensor.detach(), name)
 
 
-def _spoil(value) -> None:
+def _spoil(state: dict) -> None:
     """Changes everything that a save must not look at once it has returned."""
-    if isinstance(value, dict):
-        for entry in value.values():
-            _spoil(entry)
-    elif isinstance(value, list):
-        for entry in value:
-            _spoil(entry)
-    elif isinstance(value, torch.Tensor):
+    for tensor in state["model"].values():
         with torch.no_grad():
-            value.fill_(55)
+            tensor.fill_(55)
         for name in FIELDS:
-            if isinstance(getattr(value, name, None), list):
-                getattr(value, name).clear()
+            if isinstance(getattr(tensor, name), list):
+                getattr(tensor, name).clear()
 
 
 def _by_save(place: Place, step: int, state: dict) -> Place:
-    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    place.save(state)
     return place
-
-
-def _by_async_save(kind: AsyncCheckpointerType):
-    def save(place: Place, step: int, state: dict) -> Place:
-        options = {"checkpoint_id": place.uri, "config": place.config}
-        future = cloudckpt.async_save(state, async_checkpointer_type=kind, **options)
-        _spoil(state)
-        future.result()
-        return place
-
-    return save
 
 
 def _by_incremental_save(place: Place, step: int, state: dict) -> Place:
     place = place.at(f"step-{step}").having(incremental=True)
-    cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+    place.save(state)
     return place
 
 
@@ -230,8 +177,6 @@ def _by_torch(place: Place, step: int, state: dict) -> Place:
 
 ROADS = {
     "save": _by_save,
-    "thread": _by_async_save(AsyncCheckpointerType.THREAD),
-    "process": _by_async_save(AsyncCheckpointerType.PROCESS),
     "incremental": _by_incremental_save,
     "manager": _by_manager,
     "torch": _by_torch,
@@ -244,8 +189,7 @@ def _saved_by(road: str, place: Place, seeds: Sequence[int]) -> None:
         for step, seed in enumerate(seeds, 1):
             there = ROADS[road](place, step, spread(step, seed))
             dist.barrier()
-            where = {"checkpoint_id": there.uri, "config": there.config}
-            _check(step, lambda state, where=where: cloudckpt.load(state, **where))
+            _check(step, there.load)
             reader = FileSystemReader(there.path)
             if road != "incremental" and road != "manager":  # these refer to other folders
                 _check(step, lambda state, reader=reader: dcp.load(state, storage_reader=reader))
@@ -263,13 +207,13 @@ def test_parts_come_back_wherever_they_move_between_saves(road, ranks, local):
 
 def _loaded_without_memory(place: Place) -> None:
     """As models that are made on the meta device: torch allocates the tensors."""
-    cloudckpt.save(spread(1, 3), checkpoint_id=place.uri, config=place.config)
+    place.save(spread(1, 3))
     expected = spread(1, 4)["model"]
     found = {}
     for name, tensor in expected.items():
         found[name] = tensor.to("meta")
         vars(found[name]).update(vars(tensor))
-    cloudckpt.load({"model": found}, checkpoint_id=place.uri, config=place.config)
+    place.load({"model": found})
     for name, tensor in expected.items():
         for place_, sizes in zip(tensor.local_offsets, tensor.local_sizes, strict=True):
             box = tuple(zip(place_, sizes, strict=True))
@@ -348,7 +292,7 @@ def _not_fitting(place: Place, unlike: str) -> None:
     make, error = UNLIKE[unlike]
     state = {"w": _good() if dist.get_rank() == 0 else make(numbered(4, 4))}
     with pytest.raises(error) as caught:
-        cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+        place.save(state)
     assert caught.value.item == "w"
 
 

@@ -22,19 +22,12 @@ def _of_layers(wrap) -> torch.nn.Module:
     return torch.nn.Sequential(*map(wrap, model()))
 
 
-def _of_last_layer(wrap) -> torch.nn.Module:
-    first, last = model()
-    return torch.nn.Sequential(first, wrap(last))
-
-
 WRAPPED = {
     "plain": model,
     "parallel": lambda: DistributedDataParallel(model()),
     "compiled": lambda: torch.compile(model()),
-    "both": lambda: DistributedDataParallel(torch.compile(model())),
     "layers": lambda: _of_layers(torch.compile),
     "layers of parallel": lambda: DistributedDataParallel(_of_layers(torch.compile)),
-    "a layer of parallel": lambda: DistributedDataParallel(_of_last_layer(torch.compile)),
 }
 
 
