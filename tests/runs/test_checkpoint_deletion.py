@@ -10,11 +10,7 @@ import torch
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy
-from cloudckpt.checkpoint.objects import KEPT_FOR
-from cloudckpt.errors import (
-    AccessDeniedError,
-    CheckpointReplacedError,
-)
+from cloudckpt.errors import AccessDeniedError, CheckpointReplacedError
 from cloudckpt.runs.deleting import delete
 from cloudckpt.stores import local, registry
 from cloudckpt.uri import CheckpointURI
@@ -153,27 +149,6 @@ def test_a_folder_that_is_deleted_while_something_is_written_to_it_is_made_again
     cloudckpt.save({"n": 2}, checkpoint_id=tmp_path / "step-1")
     assert gone == [tmp_path / "step-1"]
     assert cloudckpt.exists(tmp_path / "step-1")
-
-
-def test_the_marks_of_a_step_are_read_at_the_same_time(store, monkeypatch) -> None:
-    incremental = Config(retry=CONFIG.retry, incremental=True)
-    state = {name: torch.full((50,), float(ord(name))) for name in "abcd"}
-    for step, name in enumerate("abcd", start=1):
-        state[name] += 100 * step
-        uri = f"{store.root}/run/step-{step}"
-        cloudckpt.save(state, checkpoint_id=uri, config=incremental)
-    done, read = threading.Event(), store.get
-    together = threading.Barrier(3, action=done.set)  # its own three, before it looks at others
-
-    def read_together(key, **limit):
-        if KEPT_FOR in key and not done.is_set():
-            together.wait(30)
-        return read(key, **limit)
-
-    monkeypatch.setattr(store, "get", read_together)
-    delete(uri, config=incremental)
-    assert not any("step-4" in key for key in keys(store))
-    assert done.is_set()
 
 
 class Rounds(FaultyStore):

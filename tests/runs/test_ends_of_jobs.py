@@ -21,9 +21,27 @@ from support.forks import child
 TESTS = str(Path(__file__).parents[1])
 
 
-@pytest.fixture
-def job(tmp_path, request):
-    """A job of two ranks under torchrun, and what saves in it; nothing of it is left behind."""
+def pids(folder: Path) -> list[int]:
+    """The processes of both ranks, once they train."""
+    marks = [folder / "rank-0", folder / "rank-1"]
+    assert eventually(lambda: all(mark.exists() and mark.read_text() for mark in marks))
+    return [int(mark.read_text()) for mark in marks]
+
+
+def check_saved(folder: Path) -> None:
+    """Both ranks have stopped at one step, which is the only one in the run."""
+    [step, other] = [int((folder / f"rank-{rank}-saved").read_text()) for rank in range(2)]
+    assert step == other > 0
+    run = str(folder / "run")
+    assert [one.step for one in cloudckpt.list_checkpoints(run) if one.is_committed] == [step]
+    found = {"w": torch.zeros(1000), "step": 0}
+    cloudckpt.load(found, checkpoint_id=f"{run}/step-{step}", no_dist=True)
+    assert found["step"] == step
+    assert found["w"].unique().tolist() == [step]
+    assert cloudckpt.runs.find_leftovers(run, older_than=0).objects == ()
+
+
+def test_torchrun_that_is_told_to_end_has_the_step_saved_by_all_ranks(tmp_path) -> None:
     family = uuid.uuid4().hex
     paths = filter(None, [TESTS, os.environ.get("PYTHONPATH", "")])
     environment = {
@@ -34,74 +52,37 @@ def job(tmp_path, request):
         "PYTHONPATH": os.pathsep.join(paths),
     }
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "runs.jobs", str(tmp_path), request.param, "SIGTERM"]
-    with open(tmp_path / "log", "wb") as log:
-        started = subprocess.Popen(
-            [sys.executable, *command], env=environment, stdout=log, stderr=log
-        )
+    command += ["-m", "runs.jobs", str(tmp_path), "PROCESS", "SIGTERM"]
+    started = subprocess.Popen([sys.executable, *command], env=environment)
     try:
-        yield started
+        pids(tmp_path)
+        started.send_signal(signal.SIGTERM)
+        started.wait(120)
     finally:
         for pid in {started.pid, *processes_of(family)}:
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
         started.wait()
-        print((tmp_path / "log").read_text())
+    check_saved(tmp_path)
 
 
-def pids(folder: Path) -> list[int]:
-    """The processes of both ranks, once they train."""
-    marks = [folder / "rank-0", folder / "rank-1"]
-    assert eventually(lambda: all(mark.exists() and mark.read_text() for mark in marks))
-    return [int(mark.read_text()) for mark in marks]
-
-
-def saved(folder: Path) -> int:
-    """The one step that both ranks have stopped at, and that is the only one in the run."""
-    [step, other] = [int((folder / f"rank-{rank}-saved").read_text()) for rank in range(2)]
-    assert step == other
-    run = str(folder / "run")
-    assert [one.step for one in cloudckpt.list_checkpoints(run) if one.is_committed] == [step]
-    found = {"w": torch.zeros(1000), "step": 0}
-    cloudckpt.load(found, checkpoint_id=f"{run}/step-{step}", no_dist=True)
-    assert found["step"] == step
-    assert found["w"].unique().tolist() == [step]
-    assert cloudckpt.runs.find_leftovers(run, older_than=0).objects == ()
-    return step
-
-
-@pytest.mark.parametrize("job", ["PROCESS"], indirect=True)
-def test_torchrun_that_is_told_to_end_has_the_step_saved_by_all_ranks(job, tmp_path) -> None:
-    pids(tmp_path)
-    job.send_signal(signal.SIGTERM)
-    job.wait(120)
-    assert saved(tmp_path) > 0
-
-
-@pytest.mark.parametrize("job", ["THREAD"], indirect=True)
-def test_one_rank_that_is_told_to_end_takes_the_others_with_it(job, tmp_path) -> None:
-    os.kill(pids(tmp_path)[1], signal.SIGTERM)
-    assert job.wait(120) == 0
-    assert saved(tmp_path) > 0
-
-
-def test_a_signal_to_all_processes_of_a_job_leaves_those_that_save(tmp_path) -> None:
-    """Slurm sends the signal of ``--signal=USR1@120`` to all that a step of a job has started."""
-    family = uuid.uuid4().hex
-    with ExitStack() as running:
-        ranks = [
-            running.enter_context(
-                child(_rank_of_a_job, folder=str(tmp_path), rank=rank, family=family)
-            )
-            for rank in range(2)
-        ]
-        for pid in (*pids(tmp_path), *processes_of(family)):
-            os.kill(pid, signal.SIGUSR1)
-        assert [rank.wait()[0] for rank in ranks] == [0, 0]
-    assert saved(tmp_path) > 0
-
-
-def _rank_of_a_job(folder: str, rank: int, family: str) -> None:
+def _rank_of_a_job(folder: str, rank: int, family: str, kind: str) -> None:
     os.environ.update(FAMILY=family, GLOO_SOCKET_IFNAME="lo")
     group = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": 2}
-    train_until_told(folder, "PROCESS", signal.SIGUSR1, **group)
+    train_until_told(folder, kind, signal.SIGUSR1, **group)
+
+
+@pytest.mark.parametrize(("kind", "told"), [("PROCESS", "all"), ("THREAD", "one rank")])
+def test_a_signal_to_any_or_all_processes_of_a_job_has_the_step_saved(tmp_path, kind, told) -> None:
+    """Slurm sends the signal of ``--signal=USR1@120`` to all that a step of a job has started."""
+    family = uuid.uuid4().hex
+    job = {"folder": str(tmp_path), "family": family, "kind": kind}
+    with ExitStack() as running:
+        ranks = [
+            running.enter_context(child(_rank_of_a_job, rank=rank, **job)) for rank in range(2)
+        ]
+        _, second = pids(tmp_path)
+        for pid in {second, *processes_of(family)} if told == "all" else [second]:
+            os.kill(pid, signal.SIGUSR1)
+        assert [rank.wait()[0] for rank in ranks] == [0, 0]
+    check_saved(tmp_path)

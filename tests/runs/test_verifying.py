@@ -1,4 +1,4 @@
-"""All of a checkpoint is read; all damage is told; ranks divide the work."""
+"""What is in a checkpoint is told from its metadata, and all of it is verified by reading it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ import cloudckpt
 from cloudckpt import Config
 from cloudckpt.checkpoint import shard
 from cloudckpt.checkpoint.envelope import Envelope, envelope
-from cloudckpt.errors import (
-    CheckpointCorruptError,
-)
-from cloudckpt.runs.contents import inspect
+from cloudckpt.checkpoint.notes import Notes
+from cloudckpt.errors import CheckpointCorruptError
+from cloudckpt.runs.contents import StoredItem, inspect
 from cloudckpt.runs.verifying import Verified, verify
 
 STATE = {
     "model": {
         "weight": torch.arange(600_000.0).reshape(600, 1000),
         "bias": torch.ones(7, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3),
         "empty": torch.empty(0, 5),
     },
     "step": 7,
 }
 
 
+NOTES = Notes(step=7, metrics={"loss": 0.5})
+
+
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    cloudckpt.save(STATE, checkpoint_id=tmp_path / "step-7")
+    writer = cloudckpt.CloudStorageWriter(tmp_path / "step-7", notes=NOTES)
+    cloudckpt.save(STATE, storage_writer=writer)
     return tmp_path / "step-7"
 
 
@@ -42,10 +46,38 @@ def of_torch(tmp_path) -> Path:
     return tmp_path / "torch"
 
 
+def test_names_shapes_types_sizes_and_notes_are_told(saved) -> None:
+    found = inspect(saved)
+    assert found.uri == saved.as_uri()
+    assert found.items[:-1] == (
+        StoredItem(name="model.bias", shape=(7,), dtype="bfloat16", nbytes=14, chunks=1),
+        StoredItem(name="model.empty", shape=(0, 5), dtype="float32", nbytes=0, chunks=1),
+        StoredItem(name="model.scalar", shape=(), dtype="int64", nbytes=8, chunks=1),
+        StoredItem(
+            name="model.weight", shape=(600, 1000), dtype="float32", nbytes=2_400_000, chunks=1
+        ),
+    )
+    step = found.items[-1]
+    assert (step.name, step.shape, step.dtype, step.chunks) == ("step", None, None, 1)
+    assert 0 < step.nbytes < 2000
+    assert found.nbytes == sum(item.nbytes for item in found.items)
+    assert found.notes == NOTES
+    assert found.has_checksums
+
+
+def test_checkpoints_of_torch_are_told_as_well(saved, of_torch) -> None:
+    found, ours = inspect(of_torch), inspect(saved)
+    assert [item for item in found.items if item.shape is not None] == [
+        item for item in ours.items if item.shape is not None
+    ]
+    assert not found.has_checksums
+    assert found.notes == Notes()
+
+
 def test_all_of_a_whole_checkpoint_is_verified(saved) -> None:
     seen: list[tuple[int, int]] = []
     found = verify(saved, progress=lambda done, total: seen.append((done, total)))
-    assert found == Verified(items=4, nbytes=inspect(saved).nbytes, has_checksums=True)
+    assert found == Verified(items=5, nbytes=inspect(saved).nbytes, has_checksums=True)
     done, total = max(seen)
     assert done == total > found.nbytes  # envelopes are read, too
 
@@ -53,7 +85,7 @@ def test_all_of_a_whole_checkpoint_is_verified(saved) -> None:
 def test_of_a_checkpoint_of_torch_all_bytes_are_seen_to_be_there(of_torch) -> None:
     found = verify(of_torch)
     assert not found.has_checksums
-    assert found.items == 4
+    assert found.items == 5
     [data] = of_torch.glob("*.distcp")
     data.write_bytes(data.read_bytes()[:-1000])
     with pytest.raises(CheckpointCorruptError, match="shorter"):
@@ -111,7 +143,7 @@ def test_envelopes_of_another_version_are_no_damage(tmp_path, monkeypatch) -> No
 
     monkeypatch.setattr(shard, "envelope", other)
     cloudckpt.save(STATE, checkpoint_id=tmp_path)
-    assert verify(tmp_path).items == 4
+    assert verify(tmp_path).items == 5
     [data] = tmp_path.glob("__0_0.*.distcp")
     flip(data, 100_000)
     with pytest.raises(CheckpointCorruptError) as caught:
