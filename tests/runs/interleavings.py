@@ -10,6 +10,7 @@ A seed tells what is done and in which order, but for actors that have several t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import threading
@@ -21,16 +22,20 @@ from functools import cache, lru_cache
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Config, RetryPolicy
 from cloudckpt.checkpoint import baseline
+from cloudckpt.checkpoint.base import Base
+from cloudckpt.checkpoint.baseline import begin
+from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch
 from cloudckpt.checkpoint.file_folder import MANIFEST
 from cloudckpt.checkpoint.index import index_bytes
+from cloudckpt.checkpoint.manifest import Manifest, Planned, earlier_objects
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import (
     CLAIM,
@@ -41,14 +46,16 @@ from cloudckpt.checkpoint.objects import (
 )
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Record
+from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.trailer import notes_at_end
-from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
+from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.global_plan import record_of
 from cloudckpt.errors import (
     AccessDeniedError,
     CloudCheckpointError,
+    CommitUnknownError,
     ConnectionLostError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -74,10 +81,10 @@ from support.memory_store import MemoryStore
 HOUR = 3600.0
 MODEL = "model"
 _ALONE = 1000  # the number of one beside whom there is nobody
-RANKS = 3  # that have left what an adoption commits; a save has as many tensors
+RANKS = 3  # that have written what a save commits
 KINDS = (
     "save", "save", "increment", "chain", "chain", "copy", "delete", "delete", "prune", "sweep",
-    "load", "orphan", "adopt", "manager", "manager", "manager", "model", "files", "files",
+    "load", "orphan", "adopt", "state", "manager", "manager", "manager", "model", "files", "files",
     "rm",
 )  # fmt: skip
 """What an actor may do, as often as chance has it."""
@@ -315,6 +322,16 @@ class World:
 
         return work
 
+    def state(self, number: int) -> Callable[[Config], None]:
+        """A save by the function, at once or from a base."""
+        is_incremental = self.rng.random() < 0.5
+
+        def work(config: Config) -> None:
+            options = replace(config, incremental=is_incremental)
+            cloudckpt.save(state_of(number), checkpoint_id=str(self.step(number)), config=options)
+
+        return work
+
     def model(self, number: int) -> Callable[[Config], None]:
         """A model of two files and their index, beside the steps."""
 
@@ -355,16 +372,70 @@ class World:
 
         return work
 
+    def publish(
+        self, store, uri, config, baseline, attempt, written, notes=b"", check=lambda: None
+    ) -> Manifest:
+        planned = Planned.of(
+            Metadata({f"v{rank}": BytesStorageMetadata() for rank in range(RANKS)}),
+            [[MetadataIndex(f"v{rank}")] for rank in range(RANKS)],
+            store.capabilities.checksum,
+            str(uri),
+        )
+        manifest = Manifest(planned.written(written, attempt=attempt, uri=str(uri)), str(uri))
+        objects = manifest.objects
+        earlier = earlier_objects(written, uri.folder)
+        publish(
+            store,
+            uri,
+            config,
+            baseline=baseline,
+            attempt=attempt,
+            objects=objects,
+            own=[one.name for one in objects if one.name not in earlier],
+            data=lambda: manifest.data(notes),
+            kept=earlier,
+            check=check,
+        )
+        return manifest
+
     def save(self, number: int, base: int | None = None) -> Callable[[Config], None]:
-        """A save that sends what its base does not have; or all, and others may refer to it."""
-        values = [float(self.rng.choice([1, 1, 1, 2])) for _ in range(RANKS)]
-        state = {f"w{at}": torch.full((64,), value + at) for at, value in enumerate(values)}
+        uri, attempt = self.step(number), f"{self.rng.getrandbits(64):016x}"
+        contents = [self.rng.choice([1, 1, 1, 2]) for _ in range(RANKS)]  # of each rank
 
         def work(config: Config) -> None:
-            made = CheckpointerConfig(config=replace(config, incremental=True), no_dist=True)
-            with make_sync_checkpointer(made) as checkpointer:
-                known = None if base is None else str(self.step(base))
-                checkpointer.save(str(self.step(number)), state, base=known)
+            store, retrier = registry.open_store(uri, config), Retrier(RETRY)
+            key = uri.key(METADATA)
+            baseline = begin(
+                lambda: retrier.call(lambda: store.look(key)), key, str(uri), overwrite=True
+            )
+            hold = None
+            if base is not None:
+                with contextlib.suppress(CloudCheckpointError):
+                    hold = Hold.of(store, uri, self.step(base), config, attempt)
+            try:
+                committed(store, baseline, hold, config)
+            except CommitUnknownError:
+                raise
+            except CloudCheckpointError:
+                if hold is not None:
+                    hold.let_go()
+                raise
+
+        def committed(store, baseline, hold, config) -> None:
+            table = None
+            if hold is not None:
+                table = Base(hold.said.record, hold.base.folder)
+            written = []
+            for rank in range(RANKS):
+                digest = rank, contents[rank]
+                known = None if table is None else table.find(digest)
+                one = sent(store, uri, rank, attempt) if known is None else None
+                one = one or table.objects[known.object]
+                columns = [torch.tensor([number]) for number in (0, 0, 64, *digest)]
+                written.append(Record(location=str(uri), objects=(one,), extents=Extents(*columns)))
+            manifest = self.publish(store, uri, config, baseline, attempt, written)
+            if hold is not None:
+                hold.let_go({one.folder for one in manifest.objects} - {uri.folder})
 
         return work
 
