@@ -19,13 +19,7 @@ def _as_before():
     gc.enable()
 
 
-def test_the_collector_rests_in_the_block():
-    with paused_gc():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-
-
-def test_blocks_may_nest():
+def test_the_collector_rests_in_blocks_which_may_nest():
     with paused_gc():
         with paused_gc():
             assert not gc.isenabled()

@@ -1,6 +1,5 @@
 """One place in each kind of store, on servers that nobody here wrote where there are such."""
 
-import contextlib
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,11 +8,13 @@ import pytest
 
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.stores import registry
+from faults.conftest import _places, authority
 from faults.dialects import CREDENTIALS, Endpoint, vendor_options
 from faults.places import Place as Server
-from faults.places import azure_place, google_place, s3_place
 from support.memory_store import MemoryStore
 from support.wire.proxy import FaultyProxy
+
+__all__ = ["_places", "authority"]  # fixtures
 
 RETRY = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
 CLOUDS = ("s3", "google", pytest.param("azure", marks=pytest.mark.azurite))
@@ -45,23 +46,8 @@ class Place:
         return self.server is not None
 
 
-@pytest.fixture(scope="session")
-def _servers(s3_url) -> Iterator[Callable[[str], Server]]:
-    """Servers that are started when the first test asks for them."""
-    with contextlib.ExitStack() as stack:
-        openers = {"s3": lambda: s3_place(s3_url), "google": google_place, "azure": azure_place}
-        opened: dict[str, Server] = {}
-
-        def server(kind: str) -> Server:
-            if kind not in opened:
-                opened[kind] = stack.enter_context(openers[kind]())
-            return opened[kind]
-
-        yield server
-
-
 @pytest.fixture(params=["memory", "local", *CLOUDS])
-def place(request, _servers, tmp_path, monkeypatch) -> Iterator[Place]:
+def place(request, _places, tmp_path, monkeypatch) -> Iterator[Place]:
     """A new folder in each kind of store, one after the other."""
     kind, name = request.param, uuid.uuid4().hex[:12]
     if kind == "memory":
@@ -71,7 +57,7 @@ def place(request, _servers, tmp_path, monkeypatch) -> Iterator[Place]:
     else:
         for variable, value in CREDENTIALS.get(kind, {}).items():
             monkeypatch.setenv(variable, value)
-        server = _servers(kind)
+        server = _places(_dialect(kind))
         yield Place(
             f"{server.bucket.root}/{name}/run",
             _leading_to(kind, server.url),
@@ -82,8 +68,11 @@ def place(request, _servers, tmp_path, monkeypatch) -> Iterator[Place]:
 
 
 def _leading_to(kind: str, url: str) -> Config:
-    dialect = "plain s3" if kind == "s3" else kind
-    return Config(connections=4, retry=RETRY, **vendor_options(Endpoint(dialect, url)))
+    return Config(connections=4, retry=RETRY, **vendor_options(Endpoint(_dialect(kind), url)))
+
+
+def _dialect(kind: str) -> str:
+    return "plain s3" if kind == "s3" else kind
 
 
 @pytest.fixture

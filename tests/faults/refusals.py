@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from support.stubs.gcs_answers import RefusalError
+from support.wire.faults import Delay, Reset, Stall
 from support.wire.hop import Answer, Fault, Hop
 from support.wire.naming import Naming, azure_naming, google_naming, s3_naming
 from support.wire.request import Headers, Request
@@ -192,3 +193,16 @@ def internal_error(*, carry_out: bool = False) -> Refusal:
 def denied() -> Refusal:
     """These credentials may not do that: 403."""
     return Refusal("denied")
+
+
+COMMON = {
+    "reset": Reset("request"),
+    "lost answer": Reset("answer"),
+    "slow down": slow_down(retry_after=0),
+    "internal error": internal_error(),
+    "too many requests": too_many_requests(),
+    "late answer": Delay(0.2),
+    "denied": denied(),
+    "stall before the answer": Stall("answer"),
+}
+"""What any request of a save or a load may meet."""

@@ -17,29 +17,22 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
 )
-from support.wire.faults import Corrupt, Delay, Drip, Reset, Stall, Truncate
+from support.wire.faults import Corrupt, Drip, Reset, Stall, Truncate
 from support.wire.hop import Hop
 
-from .refusals import Refusal, denied, internal_error, slow_down, too_many_requests
+from .refusals import COMMON, Refusal
 from .selection import everywhere
 from .states import BIG, SMALL, enough_tries, filled, impatient, load_step, silence
 
 # every kind of request that a load makes
 READS = {"metadata": "*/.metadata", "data": "*.distcp"}
 FAULTS = {
-    "reset": Reset("request"),
-    "lost answer": Reset("answer"),
+    **COMMON,
     "reset within the body": Reset("body", after=200),
     "cut answer": Truncate(after=200),
     "no body": Truncate(after=0),  # a byte would be progress
-    "slow down": slow_down(retry_after=0),
-    "internal error": internal_error(),
-    "too many requests": too_many_requests(),
-    "late answer": Delay(0.2),
-    "denied": denied(),
     "key disabled": Refusal("key disabled"),
     "stall of the request": Stall("request", after=100),
-    "stall before the answer": Stall("answer"),
     "stall in the body": Stall("body", after=100),
 }
 FOR_GOOD = None

@@ -18,7 +18,7 @@ from support.emulators import free_port
 from support.wire.faults import Call, CorruptUpload, Delay, Reset, Stall, Truncate
 
 from .dialects import Endpoint
-from .refusals import Refusal, denied, internal_error, slow_down, too_many_requests
+from .refusals import COMMON, Refusal, internal_error, slow_down
 from .selection import everywhere
 from .states import BIG, SMALL, enough_tries, filled, impatient, load_step, silence
 
@@ -36,21 +36,14 @@ STEPS = {
 }
 
 FAULTS = {
-    "reset": Reset("request"),
+    **COMMON,
     "reset within the body": Reset("request", after=100),
-    "lost answer": Reset("answer"),
     "cut answer": Truncate(after=5),
-    "slow down": slow_down(retry_after=0),
-    "internal error": internal_error(),
     "hidden success": internal_error(carry_out=True),
-    "too many requests": too_many_requests(),
-    "late answer": Delay(0.2),
-    "denied": denied(),
     "error behind 200": Refusal("internal error", status=200),
     "slow down behind 200": Refusal("slow down", status=200),
     "success behind an error behind 200": Refusal("slow down", status=200, carry_out=True),
     "stall in the body": Stall("request", after=1000),
-    "stall before the answer": Stall("answer"),
 }
 VAGUE = ("late answer", "cut answer")  # which the client may not notice
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import cloudckpt.hf
-from cloudckpt.errors import ConfigError, KeyCollisionError, UnsupportedTensorError
+from cloudckpt.errors import KeyCollisionError, UnsupportedTensorError
 from cloudckpt.hf.safetensors import natural
 from dcp.values import assert_same, numbered
 
@@ -178,10 +178,6 @@ def test_a_type_without_a_name_in_the_format_is_refused_before_anything_is_saved
     with pytest.raises(UnsupportedTensorError, match="complex128"):
         cloudckpt.hf.save(
             {"w": numbered(3)}, local.uri, dtype=torch.complex128, config=local.config
-        )
-    with pytest.raises(ConfigError, match="max_shard_size"):
-        cloudckpt.hf.save(
-            {"w": numbered(3)}, local.uri, max_shard_size="5 ells", config=local.config
         )
     assert local.names() == []
 

@@ -16,7 +16,7 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     MissingKeyError,
 )
-from dcp.layouts import LAYOUTS, check_local_parts, full_state, spread
+from dcp.layouts import LAYOUTS, full_state, spread
 from dcp.values import assert_same, numbered
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -167,18 +167,6 @@ def test_views_of_one_memory_with_other_shapes_are_not_tied(local) -> None:
     state = {"w": memory, "t": memory.t(), "half": memory[:3], "flat": memory.view(-1)}
     cloudckpt.hf.save(state, local.uri, config=local.config)
     _assert_same(_files(local)[0], {name: tensor.contiguous() for name, tensor in state.items()})
-
-
-def _load_spread(place, layout):
-    blank = spread(full_state(), LAYOUTS[layout], blank=True)
-    cloudckpt.hf.load(blank, place.uri, config=place.config)
-    check_local_parts(blank, LAYOUTS[layout])
-
-
-@pytest.mark.parametrize("layout", ["2x2 blocks", "2 columns", "3 rows"])
-def test_ranks_load_their_shards(ranks, local, layout: str) -> None:
-    cloudckpt.hf.save(full_state(), local.uri, max_shard_size="100kB", config=local.config)
-    ranks(LAYOUTS[layout].world, _load_spread, local, layout)
 
 
 def test_names_are_mapped_and_tied_weights_may_lack(local) -> None:

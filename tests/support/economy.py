@@ -26,16 +26,26 @@ __all__ = [
     "pytest_runtestloop",
 ]
 
-# files that wait for most of a minute or more: begun first, others run beside them; begun last, one
-# of them would keep a single worker busy while the other cores have nothing to do
+# files that take longest, the longest first: others run beside them; begun last, one of them would
+# keep a single worker busy while the other cores have nothing to do
 _LONG = (
     "faults/test_hangs.py",
-    "faults/test_slow_links.py",
-    "doctor/test_examination.py",
+    "tests/test_docs.py",
+    "faults/test_conflicts.py",
     "background/test_trainers.py",
-    "background/test_process.py",
     "cli/test_ranks.py",
+    "faults/test_slow_links.py",
+    "evolving/test_drawn.py",
+    "runs/test_lines.py",
+    "runs/test_ends_of_jobs.py",
+    "gpu/test_gpu.py",
+    "doctor/test_examination.py",
     "faults/test_load.py",
+    "faults/test_save.py",
+    "background/test_process.py",
+    "dcp/test_processes.py",
+    "stores/test_s3_dialects.py",
+    "faults/test_ranks.py",
     "runs/test_adopting.py",
 )
 
@@ -53,20 +63,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if room and "fast" in config.option.markexpr.split() else None
 
 
+def _turn(item: pytest.Item) -> int:
+    """The place of a file among the longest; that of all others is behind."""
+    path = item.path.as_posix()
+    return next((turn for turn, name in enumerate(_LONG) if path.endswith(name)), len(_LONG))
+
+
 def _is_fast(item: pytest.Item) -> bool:
     fixtures = getattr(item, "fixturenames", ())
-    return item.path.parent.name in _FAST_ROOMS and _SLOW_FIXTURES.isdisjoint(fixtures)
+    is_short = _turn(item) == len(_LONG) and _SLOW_FIXTURES.isdisjoint(fixtures)
+    return is_short and item.path.parent.name in _FAST_ROOMS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in filter(_is_fast, items):
         item.add_marker("fast")
-
-    def turn(item: pytest.Item) -> int:
-        path = item.path.as_posix()
-        return next((turn for turn, name in enumerate(_LONG) if path.endswith(name)), len(_LONG))
-
-    items.sort(key=turn)
+    items.sort(key=_turn)
 
 
 @pytest.hookimpl(tryfirst=True)
