@@ -61,8 +61,9 @@ PARALLEL = -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worke
 test: $(VENV)/.test
 	$(WORKER) $(BIN)/python -m pytest -m "not azurite" $(COV) $(PARALLEL)
 
-# for the inner loop, a minute on two idle cores: what is decided without processes and servers;
-# `make test` before a commit
+# for the inner loop, a minute on two idle cores: what is decided without processes and servers, and
+# waits for nothing; `make test` before a commit
+test-fast: TEST_WORKERS = $(WORKERS)
 test-fast: $(VENV)/.test
 	$(WORKER) $(BIN)/python -m pytest -q -m "fast and not azurite" tests $(PARALLEL)
 
