@@ -111,35 +111,22 @@ def test_async_save_keeps_nothing_for_groups_that_are_gone(ranks, local, tmp_pat
 # ---- which ranks
 
 
-def _part_of_the_ranks(place: Place) -> None:
+def _some_of_the_ranks(place: Place) -> None:
+    rank = dist.get_rank()
     pair = dist.new_group([0, 1])
     dist.new_group([1, 2])  # which only the second of the pair counts among its groups
-    if dist.get_rank() < 2:
-        for step in (1, 2):
-            with AsyncSaver(process_group=pair) as saver:
-                begin(saver, step, place).result(PATIENCE)
-                assert dist.get_process_group_ranks(saver._group) == [0, 1]
-
-
-def test_a_part_of_the_ranks_saves_even_if_they_are_in_unequally_many_groups(ranks, local):
-    ranks(3, _part_of_the_ranks, local)
-    assert step_at(local, ranks=2) == 2
-
-
-def _alone_and_together(place: Place) -> None:
-    rank = dist.get_rank()
     alone = dist.new_group([rank], use_local_synchronization=True)
-    for step in range(3):
-        with AsyncSaver(process_group=alone) as apart, AsyncSaver() as both:
-            apart.save(filled(step, SMALL), place.at(f"of-{rank}").writer()).written.result(
-                PATIENCE
-            )
+    for step in range(3 if rank < 2 else 0):
+        with AsyncSaver(process_group=alone) as apart, AsyncSaver(process_group=pair) as both:
+            own = place.at(f"of-{rank}").writer()
+            apart.save(filled(step, SMALL), own).written.result(PATIENCE)
             begin(both, step, place.at("of-both")).result(PATIENCE)
+            assert dist.get_process_group_ranks(both._group) == [0, 1]
         assert dist.get_world_size(_opened(alone)) == 1
 
 
-def test_groups_of_other_ranks_are_not_mixed_up(ranks, local):
-    ranks(2, _alone_and_together, local)
+def test_some_of_the_ranks_save_and_groups_of_others_are_not_mixed_up(ranks, local):
+    ranks(3, _some_of_the_ranks, local)
     assert [step_at(local.at(name)) for name in ("of-0", "of-1")] == [2, 2]
     assert step_at(local.at("of-both"), ranks=2) == 2
 

@@ -107,20 +107,13 @@ def test_a_save_notes_what_is_there(store, retrier):
     version = write(store, OLD).version
     store.fail("get_range", ServerError, calls=[1, 2])
     assert begin(looking(store, retrier)) == Baseline(KEY, version)
-
-
-def test_a_checkpoint_that_must_not_be_overwritten_is_noticed_at_once(store, retrier):
-    write(store, OLD)
     with pytest.raises(CheckpointExistsError) as caught:
         begin(looking(store, retrier), overwrite=False)
     assert caught.value.uri == f"mem://bucket/{KEY}"
     nowhere = looking(store, retrier, "other/.metadata")
     assert begin(nowhere, "other/.metadata", overwrite=False).version is None
-
-
-def test_a_store_that_refuses_is_no_empty_place(store, retrier):
     store.fail("get_range", AccessDeniedError)
-    with pytest.raises(AccessDeniedError):
+    with pytest.raises(AccessDeniedError):  # which is no empty place
         begin(looking(store, retrier))
 
 

@@ -91,67 +91,38 @@ def test_a_record_comes_back(digests, written):
         assert told(pickle.loads(pickle.dumps(less))) == told(less)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"names": ["w", "v"]},
-        {"names": ["w", "v", "v"]},
-        {"names": ["w", 7, "s"]},
-        {"names": "wvs"},
-        {"forms": [[[4, 6, 1], *FLOATS], None, [[], *FLOATS]]},
-        {"forms": [[[3, 6], *FLOATS], None, [[], *FLOATS]]},
-        {"forms": [[[-1, 6], *FLOATS], None, [[], *FLOATS]]},
-        {"forms": [[[1 << 62, 8], *FLOATS], None, [[], *FLOATS]]},
-        {"forms": [[[4.0, 6], *FLOATS], None, [[], *FLOATS]]},
-        {"forms": [["46", *FLOATS], None, [[], *FLOATS]]},
-        {"forms": [None, None, [[], *FLOATS]]},
-        {"forms": [[[4, 6], *FLOATS], None]},
-        {"forms": [[[4, 6], "load", *FLOATS[1:]], None, [[], *FLOATS]]},
-        {"forms": [[[4, 6], "nn", *FLOATS[1:]], None, [[], *FLOATS]]},
-        {"forms": [[[4, 6], *FLOATS], None, [[1] * 65, *FLOATS]]},
-        {"forms": [[[4, 6], "float33", *FLOATS[1:]], None, [[], *FLOATS]]},
-        {"forms": [[[4, 6], 7, *FLOATS[1:]], None, [[], *FLOATS]]},
-        {"forms": [[[4, 6], "int8", 0], None, [[], *FLOATS]]},
-        {"forms": [[[4, 6], *FLOATS, False], None, [[], *FLOATS]]},
-        {"forms": [[[4, 6]], None, [[], *FLOATS]]},
-        {"forms": []},
-        {"rows": 0},
-        {"rows": 3},
-        {"rows": 1 << 40},
-        {"rows": -1},
-        {"rows": "4"},
-        {"ranks": 1 << 60},
-        {"ranks": 3},
-        {"paths": [["w"]]},
-        {"paths": [["w"], "a"]},
-        {"paths": [["w"], [-1]]},
-        {"paths": [["w"], [True]]},
-        {"paths": 7},
-        {"of": ["w", 7]},
-        {"structure": 7},
-        {"whole": -1},
-        {"whole": 2},
-        {"whole": True},
-        {"attempt": 7},
-        {"attempt": "../../secret"},
-        {"location": None},
-        {"committing": 0.5},
-        {"checksum": "md5"},
-        {"table": 7},
-        {"objects": 1},
-        {"objects": [OURS.to_json()[:5]]},
-        {"objects": [[-1, *OURS.to_json()[1:]]]},
-        {"objects": [[True, *OURS.to_json()[1:]]]},
-        {"objects": [dataclasses.replace(OURS, index_size=201).to_json()]},
-        {"objects": [dataclasses.replace(OURS, size=1 << 63).to_json()]},
-        {"objects": [dataclasses.replace(OURS, attempt="../../secret").to_json()]},
-        {"objects": [dataclasses.replace(OURS, folder="..").to_json()]},
-        {"objects": [dataclasses.replace(OURS, folder=None).to_json()]},
-        {"objects": []},
-        {"objects": [dataclasses.replace(OURS, size=180).to_json()]},
-    ],
-    ids=str,
-)
+def of_matrix(*form) -> dict:
+    """A document in which the matrix has another form."""
+    return {"forms": [list(form), None, [[], *FLOATS]]}
+
+
+SHAPES = [[4, 6, 1], [3, 6], [-1, 6], [1 << 62, 8], [4.0, 6], "46"]
+DTYPES = ["load", "nn", "float33", 7]
+OBJECTS = [{"index_size": 201}, {"size": 1 << 63}, {"size": 180}]
+OBJECTS += [{"attempt": "../../secret"}, {"folder": ".."}, {"folder": None}]
+CHANGES = [
+    *({"names": names} for names in (["w", "v"], ["w", "v", "v"], ["w", 7, "s"], "wvs")),
+    *(of_matrix(shape, *FLOATS) for shape in SHAPES),
+    *(of_matrix([4, 6], dtype, False) for dtype in DTYPES),
+    *(of_matrix([4, 6], "int8", 0), of_matrix([4, 6], *FLOATS, False), of_matrix([4, 6])),
+    {"forms": [None, None, [[], *FLOATS]]},
+    {"forms": [[[4, 6], *FLOATS], None]},
+    {"forms": [[[4, 6], *FLOATS], None, [[1] * 65, *FLOATS]]},
+    {"forms": []},
+    *({"rows": rows} for rows in (0, 3, 1 << 40, -1, "4")),
+    *({"ranks": ranks} for ranks in (1 << 60, 3)),
+    *({"paths": paths} for paths in ([["w"]], [["w"], "a"], [["w"], [-1]], [["w"], [True]], 7)),
+    *({"whole": whole} for whole in (-1, 2, True)),
+    *({"attempt": attempt} for attempt in (7, "../../secret")),
+    *({"of": ["w", 7]}, {"structure": 7}, {"location": None}, {"committing": 0.5}),
+    *({"checksum": "md5"}, {"table": 7}, {"objects": 1}, {"objects": []}),
+    {"objects": [OURS.to_json()[:5]]},
+    *({"objects": [[rank, *OURS.to_json()[1:]]]} for rank in (-1, True)),
+    *({"objects": [dataclasses.replace(OURS, **change).to_json()]} for change in OBJECTS),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_a_document_that_makes_no_sense_is_refused(change):
     data = whole().to_bytes()
     assert told(Record.parse(tampered(data), URI, most=1 << 20)) == told(whole())

@@ -4,93 +4,74 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudckpt
 from dcp.places import Place
 
-__all__ = ["Aftermath"]
+__all__ = ["After", "aftermath"]
 
 Held = Mapping[Place, list[Any]]
 """By place, what is there."""
 
 
-class Aftermath:
+class After(NamedTuple):
     """What happens after a save.
 
     Attributes:
+        changed: What is there then, of what has changed.
+        act: Makes it so.
         root: Where the next process group saves, if elsewhere.
-        is_littered: Whether objects may lie at the places of `of` that no checkpoint names.
+        is_littered: Whether objects may lie at the places that have changed that no checkpoint
+            names.
     """
 
-    def __init__(self, root: Place, place: Place, step: int, held: Held) -> None:
-        """
-        Args:
-            root: Beneath which all is saved.
-            place: What was saved last.
-            step: As which save.
-            held: What there is.
-        """
-        self.root = ""
-        self.is_littered = False
-        self._root, self._place, self._step = root, place, step
-        self._held = {one: each for one, each in held.items() if _is_beneath(root, one)}
-
-    def of(self, then: str, *, is_shared: bool) -> tuple[Held, Callable[[], object]]:
-        """What is there after it, and what makes it so.
-
-        Args:
-            then: Of `THEN`.
-            is_shared: Whether the checkpoint may name objects of others beside it.
-        """
-        held, place, config = self._held, self._place, self._place.config
-        if then == "deleted" and not _is_step(place):
-            return {place: [None]}, lambda: cloudckpt.delete(place.uri, config=config)
-        if then == "swept":
-            return {}, self._sweep
-        if then == "copied" or (then == "copied by other tools" and not is_shared):
-            by_others = then != "copied"
-            self.is_littered = by_others  # what is kept for others is copied, too
-            target = self._root.at(f"{'raw' if by_others else 'copy'}-{self._step}")
-            if by_others:
-                return {target: held[place]}, lambda: place.copy_to(target)
-            return {target: held[place]}, lambda: cloudckpt.copy(
-                place.uri, target.uri, config=config
-            )
-        if then in ("run copied", "run copied by others"):
-            goal = dataclasses.replace(self._root, uri=f"{self._root.uri}-{self._step}")
-            self.root, by_others = goal.uri, then != "run copied"
-            there = {self._moved(one, goal): each for one, each in held.items()}
-            if by_others:
-                return there, lambda: self._root.copy_to(goal)
-            return there, lambda: self._runs_copied(goal)
-        return {}, lambda: None
-
-    def _moved(self, one: Place, goal: Place) -> Place:
-        return dataclasses.replace(one, uri=goal.uri + one.uri.removeprefix(self._root.uri))
-
-    @property
-    def _runs(self) -> set[str]:
-        return {_run_of(one) for one, each in self._held.items() if each != [None]}
-
-    def _sweep(self) -> None:
-        for run in self._runs:
-            cloudckpt.sweep(run, older_than=0.0, config=self._root.config)
-
-    def _runs_copied(self, goal: Place) -> None:
-        for run in self._runs:
-            there = goal.uri + run.removeprefix(self._root.uri)
-            cloudckpt.copy(run, there, config=goal.config)
+    changed: Held
+    act: Callable[[], object]
+    root: str = ""
+    is_littered: bool = False
 
 
-def _is_beneath(root: Place, one: Place) -> bool:
-    return one.uri.startswith(f"{root.uri}/")
+def aftermath(
+    then: str, root: Place, place: Place, step: int, held: Held, *, is_shared: bool
+) -> After:
+    """What happens after a save.
 
+    Args:
+        then: Of `THEN`.
+        root: Beneath which all is saved.
+        place: What was saved last.
+        step: As which save.
+        held: What there is.
+        is_shared: Whether the checkpoint may name objects of others beside it.
+    """
+    config = root.config
+    held = {one: each for one, each in held.items() if one.uri.startswith(f"{root.uri}/")}
+    runs = {one.uri.rpartition("/")[0] for one, each in held.items() if each != [None]}
+    copy, raw = root.at(f"copy-{step}"), root.at(f"raw-{step}")
+    goal = dataclasses.replace(root, uri=f"{root.uri}-{step}")
+    is_of_a_manager = place.uri.rpartition("/")[2].startswith("step-")
 
-def _run_of(place: Place) -> str:
-    return place.uri.rpartition("/")[0]
+    def moved(uri: str) -> str:
+        return goal.uri + uri.removeprefix(root.uri)
 
+    def of_runs(act: Callable[[str], object]) -> Callable[[], object]:
+        return lambda: [act(run) for run in runs]
 
-def _is_step(place: Place) -> bool:
-    """Whether a manager looks after it."""
-    return place.uri.rpartition("/")[2].startswith("step-")
+    there = {dataclasses.replace(one, uri=moved(one.uri)): each for one, each in held.items()}
+    if then == "deleted" and not is_of_a_manager:
+        return After({place: [None]}, lambda: cloudckpt.delete(place.uri, config=config))
+    if then == "swept":
+        return After({}, of_runs(lambda run: cloudckpt.sweep(run, older_than=0.0, config=config)))
+    if then == "copied":
+        return After(
+            {copy: held[place]}, lambda: cloudckpt.copy(place.uri, copy.uri, config=config)
+        )
+    if then == "copied by other tools" and not is_shared:  # what is kept for others is copied, too
+        return After({raw: held[place]}, lambda: place.copy_to(raw), is_littered=True)
+    if then == "run copied":
+        act = of_runs(lambda run: cloudckpt.copy(run, moved(run), config=config))
+        return After(there, act, goal.uri)
+    if then == "run copied by others":
+        return After(there, lambda: root.copy_to(goal), goal.uri)
+    return After({}, lambda: None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,29 +22,11 @@ from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.errors import CheckpointNotFoundError
 from dcp.places import Place
 
-from .cases import ALONE, Save
+from .cases import Save
 from .states import difference, flat, made, placed_otherwise
 from .values import Here
 
-__all__ = ["check", "is_for_all", "there_is_nothing"]
-
-
-def is_for_all(kind: str) -> bool:
-    """Whether all ranks take part in a check; else one of them does."""
-    return kind not in ALONE
-
-
-def check(kind: str, save: Save, step: int, world: int, place: Place) -> str | None:
-    """What is wrong with a checkpoint; None if it is what was saved.
-
-    Args:
-        kind: Of `CHECKS`.
-        save: What was saved.
-        step: As which save.
-        world: By how many ranks.
-        place: Where it lies.
-    """
-    return _CHECKS[kind](save, step, world, place)
+__all__ = ["CHECK", "there_is_nothing"]
 
 
 def there_is_nothing(place: Place) -> str | None:
@@ -81,14 +64,17 @@ def _in_another_group(save: Save, step: int, world: int, place: Place) -> str | 
 
 def _stock_together(save: Save, step: int, world: int, place: Place) -> str | None:
     """By torch's names: its own loader mistakes keys that are no texts, and empty dicts."""
-    room, expected = (
-        flat(made(save.state, _here(save, step, blank=blank)), dist.get_rank())
-        for blank in (True, False)
-    )
     if not place.uri.startswith("file://"):
         return None
+    room, expected = _flat_of_rank(save, step)
     dcp.load(room, storage_reader=FileSystemReader(place.path))
     return difference(room, expected, ordered=False)
+
+
+def _flat_of_rank(save: Save, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a rank has by torch's names: as room, and as it was saved."""
+    room, expected = (made(save.state, _here(save, step, blank=blank)) for blank in (True, False))
+    return flat(room, dist.get_rank()), flat(expected, dist.get_rank())
 
 
 def _alone(save: Save, step: int, world: int, place: Place) -> str | None:
@@ -127,7 +113,7 @@ def _inspect(save: Save, step: int, world: int, place: Place) -> str | None:
 
 
 def _stock_alone(save: Save, step: int, world: int, place: Place) -> str | None:
-    with _Downloaded(place) as folder:
+    with _downloaded(place) as folder:
         expected = flat(_whole(save, step, world))
         room = {name: _room(value) for name, value in expected.items()}
         dcp.load(room, storage_reader=FileSystemReader(folder), no_dist=True)
@@ -140,7 +126,7 @@ def _stock_alone(save: Save, step: int, world: int, place: Place) -> str | None:
 
 
 def _stock_convert(save: Save, step: int, world: int, place: Place) -> str | None:
-    with _Downloaded(place) as folder, tempfile.TemporaryDirectory() as target:
+    with _downloaded(place) as folder, tempfile.TemporaryDirectory() as target:
         path = os.path.join(target, "one.pt")
         dcp_to_torch_save(folder, path)
         found = torch.load(path, weights_only=False)
@@ -159,29 +145,20 @@ def _model(save: Save, step: int, world: int, place: Place) -> str | None:
     """The tensors as a model in safetensors files, which replaces the one of the save before."""
     uri = f"{place.uri}-model"
     whole = flat(_whole(save, step, world))
-    names = {name for name, value in whole.items() if _fits_into_model(value)}
+    tensors = {name: value for name, value in whole.items() if isinstance(value, torch.Tensor)}
+    names = {name for name, value in tensors.items() if value.dtype != torch.complex128}
     if not names:
         return None
     room, expected = (
-        {
-            k: v
-            for k, v in flat(
-                made(save.state, _here(save, step, blank=blank)), dist.get_rank()
-            ).items()
-            if k in names
-        }
-        for blank in (True, False)
+        {name: value for name, value in each.items() if name in names}
+        for each in _flat_of_rank(save, step)
     )
     hf.save(expected, uri, config=place.config)
     hf.load(room, uri, config=place.config)
     return difference(room, expected, ordered=False)
 
 
-def _fits_into_model(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype != torch.complex128
-
-
-_CHECKS: Mapping[str, Callable[[Save, int, int, Place], str | None]] = {
+CHECK: Mapping[str, Callable[[Save, int, int, Place], str | None]] = {
     "together": _together,
     "placed otherwise": _placed_otherwise,
     "alone": _alone,
@@ -195,35 +172,26 @@ _CHECKS: Mapping[str, Callable[[Save, int, int, Place], str | None]] = {
     "another group": _in_another_group,
     "model": _model,
 }
+"""By its name in `CHECKS`: what is wrong with a checkpoint; None if it is what was saved."""
 
 
-class _Downloaded:
-    """A checkpoint in a folder."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-
-    def __enter__(self) -> str:
-        if self._place.uri.startswith("file://"):
-            return self._place.path
-        self._folder = tempfile.TemporaryDirectory()
-        run, _, folder = self._place.uri.rpartition("/")
-        target = os.path.join(self._folder.name, folder)
-        wanted = {(folder, name) for name in self._place.names()}
-        metadata = pickle.loads(self._place.read(".metadata"))
-        for each in metadata.storage_data.values():
-            if each.relative_path.startswith("../"):
-                wanted.add(tuple(each.relative_path.split("/")[1:]))
-        for beside, name in wanted:
-            os.makedirs(os.path.join(self._folder.name, beside), exist_ok=True)
-            with open(os.path.join(self._folder.name, beside, name), "wb") as file:
-                file.write(dataclasses.replace(self._place, uri=f"{run}/{beside}").read(name))
-        return target
-
-    def __exit__(self, *_: object) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
+@contextlib.contextmanager
+def _downloaded(place: Place) -> Iterator[str]:
+    """A checkpoint in a folder, with what it refers to beside it."""
+    if place.uri.startswith("file://"):
+        yield place.path
+        return
+    run, _, own = place.uri.rpartition("/")
+    metadata = pickle.loads(place.read(".metadata"))
+    named = {each.relative_path for each in metadata.storage_data.values()}
+    wanted = {(own, name) for name in place.names()}
+    wanted |= {tuple(name.split("/")[1:]) for name in named if name.startswith("../")}
+    with tempfile.TemporaryDirectory() as target:
+        for folder, name in wanted:
+            os.makedirs(os.path.join(target, folder), exist_ok=True)
+            with open(os.path.join(target, folder, name), "wb") as file:
+                file.write(dataclasses.replace(place, uri=f"{run}/{folder}").read(name))
+        yield os.path.join(target, own)
 
 
 def _here(save: Save, step: int, *, blank: bool = False) -> Here:

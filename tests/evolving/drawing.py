@@ -11,22 +11,8 @@ from hypothesis import strategies as st
 
 from .cases import ALWAYS, CHECKS, IN_PROCESS, THEN, WAYS, WAYS_OF_TORCH, Case, Fault, Save, Segment
 from .limits import ALIGNED, BLOCK, LARGEST, PACKED, RUN, SLAB, pickled_around
-from .states import Component, names
-from .values import (
-    FORMS,
-    PLACEMENTS,
-    RANDOM,
-    Each,
-    Many,
-    Numbers,
-    Numpy,
-    Own,
-    Plain,
-    Random,
-    Tensor,
-    Text,
-    Tied,
-)
+from .states import Component, names, rebuilt
+from .values import FORMS, PLACEMENTS, RANDOM, Each, Many, Own, Plain, Tensor, Tied, Value, numbers
 
 __all__ = ["cases"]
 
@@ -154,14 +140,14 @@ class _Drawing:
                 ],
             },
             "step": Plain(1),
-            "history": Numbers(10) if self._small else self._value(),
+            "history": numbers(10) if self._small else self._value(),
         }
         for rank in range(self.world):
             for name in self._one(((), ("a",), ("a", "b"))):
                 leaf = self._one((Plain(1), self._tensor(""))) if self._small else self._leaf()
                 state[f"{name}{rank}"] = Own((rank,), leaf)
         if not self._by_torch:
-            state["random"] = Each(Random(self._one(list(RANDOM))))
+            state["random"] = Each(Value(self._one(RANDOM)))
             state["app"] = {"loader": Each({"pos": self._leaf(), 1: [self._leaf()]})}
         return {key: value for key, value in state.items() if key == "step" or self._chance(75)}
 
@@ -206,15 +192,16 @@ class _Drawing:
             return Plain(self._one(_PLAIN))
         if kind == "numbers":
             sizes = (0, 1, 10, 100, 1000, PACKED // 9 - 300, PACKED // 8, 20_000)
-            return Numbers(self._one(sizes))
+            return numbers(self._one(sizes))
         if kind == "text":
             size = self._one((0, 10, few, crossing, 2 * PACKED, 4 * BLOCK + 1))
-            return Text(max(0, size + self._one((0, 0, 1, -1))), self._chance(70))
+            count = max(0, size + self._one((0, 0, 1, -1)))
+            return Value("bytes" if self._chance(70) else "text", count)
         if kind == "numpy":
-            shapes = (None, (3,), (2, 5), (PACKED // 8,))
-            return Numpy(self._one(shapes), self._one(("float64", "int32")))
+            kinds = (("scalar", 0), ("array", 3), ("matrix", 5), ("array", PACKED // 8))
+            return Value(*self._one(kinds))
         if kind == "random":
-            return Random(self._one(list(RANDOM)))
+            return Value(self._one(RANDOM))
         if kind == "tied":
             return Tied(self._one((3, 100, 1000, PACKED // 4, PACKED)))
         return Many(self._one((3, RUN - 1, RUN, RUN + 1)), self._chance(20))
@@ -288,22 +275,14 @@ class _Drawing:
             container[key] = value
 
 
-def _possible(described: Any, own: bool = False) -> Any:
+def _possible(state: dict[Any, Any]) -> Any:
     """A copy in which nothing of some ranks, or of each, is spread over ranks, or others' own."""
-    if isinstance(described, Own):
-        inner = _possible(described.of, True)
-        return inner if own else Own(described.ranks, inner)
-    if isinstance(described, Each):
-        return Each(_possible(described.of, True))
-    if isinstance(described, Component):
-        return Component(_possible(described.content, own))
-    if isinstance(described, dict):
-        return type(described)((key, _possible(value, own)) for key, value in described.items())
-    if isinstance(described, list):
-        return [_possible(value, own) for value in described]
-    if isinstance(described, Tensor) and own:
-        return dataclasses.replace(described, placed="")
-    return described
+
+    def whole(value: Any, own: bool) -> Any:
+        is_spread = own and isinstance(value, Tensor)
+        return dataclasses.replace(value, placed="") if is_spread else value
+
+    return rebuilt(state, whole)
 
 
 def _inner(container: Any, key: Any) -> Any:

@@ -24,9 +24,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dcp.places import Place
 
 from . import values
-from .aftermath import Aftermath
-from .cases import Save, Segment
-from .checks import check, is_for_all, there_is_nothing
+from .aftermath import aftermath
+from .cases import ALONE, Save, Segment
+from .checks import CHECK, there_is_nothing
 from .limits import tight
 from .states import content_of, flat, made, scribble
 from .values import Here
@@ -187,17 +187,17 @@ class _Rank:
             return []  # nobody knows what there is
         [known] = held[place]
         assert known is not None
-        after = Aftermath(self._root, place, step, held)
+        is_shared = known.save.incremental
+        after = aftermath(then, self._root, place, step, held, is_shared=is_shared)
         findings: list[Finding] = []
-        changed, act = after.of(then, is_shared=known.save.incremental)
-        if _is_mine(0) and (error := _caught(act)) is not None:
+        if _is_mine(0) and (error := _caught(after.act)) is not None:
             findings = [_raised(step, then, error)]
         if findings := _of_all(findings):
             return findings
-        held.update(changed)
-        self._model.littered |= {each.uri for each in changed if after.is_littered}
+        held.update(after.changed)
+        self._model.littered |= {each.uri for each in after.changed if after.is_littered}
         self._model.root = after.root or self._model.root
-        for number, each in enumerate(changed):
+        for number, each in enumerate(after.changed):
             if _is_mine(number):
                 findings += self._look(each, step, ("alone", "stock alone"), then)
         return _of_all(findings)
@@ -248,7 +248,7 @@ class _Rank:
         self._forget_pruned(save, place)
         findings: list[Finding] = []
         for number, kind in enumerate(checks):
-            if is_for_all(kind) or _is_mine(number):
+            if kind not in ALONE or _is_mine(number):
                 findings += self._look(place, step, (kind,), kind)
         if _is_mine(0):
             error = _caught(lambda: findings.extend(self._look_for_litter(place, step)))
@@ -274,13 +274,11 @@ class _Rank:
         for known in self._model.places[place]:
             wrong = []
             for kind in kinds:
-                try:
-                    said = _said(kind, known, place)
-                except BaseException as error:  # noqa: BLE001 - torch's is none of Exception
+                said: list[str | None] = []
+                if (error := _caught(lambda: said.append(_said(kind, known, place)))) is not None:  # noqa: B023
                     wrong.append(_raised(step, what, error))
-                else:
-                    if said is not None:
-                        wrong.append(Finding(step, what, "difference", said))
+                elif said[0] is not None:
+                    wrong.append(Finding(step, what, "difference", said[0]))
             if not wrong:
                 return []
         return wrong
@@ -345,7 +343,7 @@ def _not_said(different: Collection[str], raised: Sequence[tuple[str, str]]) -> 
 def _said(kind: str, known: Known | None, place: Place) -> str | None:
     if known is None:
         return there_is_nothing(place)
-    return check(kind, known.save, known.step, known.world, place)
+    return CHECK[kind](known.save, known.step, known.world, place)
 
 
 def _is_mine(number: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import cloudckpt
 from .values import PLACEMENTS, Each, Here, Own, Plain, Tensor
 
 __all__ = ["Component", "State", "component_of", "content_of", "difference", "flat", "made"]
-__all__ += ["names", "placed_otherwise", "scribble"]
+__all__ += ["names", "placed_otherwise", "rebuilt", "scribble"]
 
 State = Mapping[Any, Any]
 """A state dict: keys as they are, and behind them dicts, lists, and descriptions of values."""
@@ -112,25 +112,46 @@ def _of_rank(
     return own
 
 
-def placed_otherwise(described: Any, world: int, own: bool = False) -> Any:
-    """The state with tensors in other shards, without what none of so many ranks had."""
+def rebuilt(
+    described: Any,
+    change: Callable[[Any, bool], Any],
+    keep: Callable[[Any], bool] = lambda _: True,
+    own: bool = False,
+) -> Any:
+    """The same with other values.
+
+    Args:
+        described: A description.
+        change: Makes another value of one, and of whether it is of some ranks only, or of each.
+        keep: Which entries of dicts stay.
+        own: Whether it is of some ranks only, or of each.
+    """
     if isinstance(described, Component):
-        return Component(placed_otherwise(described.content, world, own))
+        return Component(rebuilt(described.content, change, keep, own))
     if isinstance(described, Own):
-        return Own(described.ranks, placed_otherwise(described.of, world, True))
+        inner = rebuilt(described.of, change, keep, True)
+        return inner if own else Own(described.ranks, inner)
+    if isinstance(described, Each):
+        return Each(rebuilt(described.of, change, keep, True))
     if isinstance(described, dict):
-        return type(described)(
-            (key, placed_otherwise(value, world, own))
-            for key, value in described.items()
-            if not (isinstance(value, Own) and min(value.ranks) >= world)
-        )
+        kept = ((key, value) for key, value in described.items() if keep(value))
+        return type(described)((key, rebuilt(value, change, keep, own)) for key, value in kept)
     if isinstance(described, list):
-        return [placed_otherwise(value, world, own) for value in described]
-    if isinstance(described, Tensor) and not own and described.form != "stretched":
-        names = ["", *PLACEMENTS]
-        turned = names[(names.index(described.placed) + 2) % len(names)]
-        return dataclasses.replace(described, placed=turned, form="")
-    return described
+        return [rebuilt(value, change, keep, own) for value in described]
+    return change(described, own)
+
+
+def placed_otherwise(state: State, world: int) -> State:
+    """The state with tensors in other shards, without what none of so many ranks had."""
+    placements = ["", *PLACEMENTS]
+
+    def turned(value: Any, own: bool) -> Any:
+        if own or not isinstance(value, Tensor) or value.form == "stretched":
+            return value
+        placed = placements[(placements.index(value.placed) + 2) % len(placements)]
+        return dataclasses.replace(value, placed=placed, form="")
+
+    return rebuilt(state, turned, lambda one: not isinstance(one, Own) or min(one.ranks) < world)
 
 
 def flat(state: dict[Any, Any], rank: int | None = None) -> dict[str, Any]:

@@ -5,84 +5,61 @@ import pytest
 from .cases import CHECKS, Case, Fault, Save, Segment
 from .machine import carry_out
 from .states import Component
-from .values import Each, Numbers, Own, Plain, Random, Tensor, Text
+from .values import Each, Own, Plain, Tensor, Value, numbers
 
 _TWO = {"a0": Own((0,), Tensor((100,))), "a1": Own((1,), Tensor((100,)))}
 _THREE = {"a": Plain(0), "b": Plain(0), "c": Plain(0)}
 
 _OF_EACH = {
-    "pos": Each(Numbers(2)),
+    "pos": Each(numbers(2)),
     "app": Component(
-        {"random": Each(Random("torch")), "n": [Each({"w": Tensor((3,)), "none": Plain({})})]}
+        {
+            "random": Each(Value("random of torch")),
+            "n": [Each({"w": Tensor((3,)), "none": Plain({})})],
+        }
     ),
-    "some": Own((1,), {"state": Each(Component({"v": Each(Numbers(3))}))}),
+    "some": Own((1,), {"state": Each(Component({"v": Each(numbers(3))}))}),
 }
 _WAYS = ["save", "async thread", "async process", "manager", "adopted"]
 
+_OWN = [numbers(10), numbers(20_000), numbers(30_000), numbers(10)]
+_LONG = Value("text", 70_000)
+
+
+def _case(world: int, *saves: Save) -> Case:
+    return Case([Segment(world, list(saves))])
+
+
 CASES = {
-    "a list of one rank outgrows packing, and another rank's items stay where they were": Case(
-        [
-            Segment(
-                2,
-                [
-                    Save({**_TWO, "history": Own((0,), Numbers(10))}),
-                    Save({**_TWO, "history": Own((0,), Numbers(20_000))}),
-                    Save({**_TWO, "history": Own((0,), Numbers(30_000))}),
-                    Save({**_TWO, "history": Own((0,), Numbers(10))}),
-                ],
-            )
-        ]
+    "a list of one rank outgrows packing, and another rank's items stay where they were": _case(
+        2, *(Save({**_TWO, "history": Own((0,), history)}) for history in _OWN)
     ),
-    "a value moves to another object of its rank": Case(
-        [
-            Segment(
-                1,
-                [
-                    Save({"t": Tensor((4,)), "a": Plain(0), "b": Numbers(10_000)}),
-                    Save({"t": Tensor((4,)), "a": Numbers(20_000), "b": Numbers(10_000)}),
-                    Save({"t": Tensor((4,)), "a": Plain(0), "b": Numbers(10_000)}),
-                ],
-            )
-        ]
+    "a value moves to another object of its rank": _case(
+        1,
+        *(
+            Save({"t": Tensor((4,)), "a": a, "b": numbers(10_000)})
+            for a in (Plain(0), numbers(20_000), Plain(0))
+        ),
     ),
-    "values change their size on three ranks": Case(
-        [
-            Segment(
-                3,
-                [
-                    Save({**_THREE, "own": Own((1,), Text(70_000))}),
-                    Save({**_THREE, "own": Own((1,), Plain(0))}),
-                    Save({**_THREE, "a": Text(70_000), "own": Own((1,), Plain(0))}),
-                ],
-            )
-        ]
+    "values change their size on three ranks": _case(
+        3,
+        Save({**_THREE, "own": Own((1,), _LONG)}),
+        Save({**_THREE, "own": Own((1,), Plain(0))}),
+        Save({**_THREE, "a": _LONG, "own": Own((1,), Plain(0))}),
     ),
-    "a rank has no element of a tensor of a newer type, in a saving process": Case(
-        [
-            Segment(
-                2,
-                [Save({"a": Tensor((1,), "float8_e5m2", placed="rows")}, by="async process")],
-            )
-        ]
+    "a rank has no element of a tensor of a newer type, in a saving process": _case(
+        2, Save({"a": Tensor((1,), "float8_e5m2", placed="rows")}, by="async process")
     ),
-    "copies of all ranks, and those of some, are compared where a step is adopted": Case(
-        [
-            Segment(
-                4, [Save({"some": Tensor((64,), placed="blocks"), "all": Plain(1)}, by="adopted")]
-            )
-        ]
+    "copies of all ranks, and those of some, are compared where a step is adopted": _case(
+        4, Save({"some": Tensor((64,), placed="blocks"), "all": Plain(1)}, by="adopted")
     ),
-    "a save that fails on one rank leaves what was there, and the next one works": Case(
-        [
-            Segment(
-                2,
-                [
-                    Save({**_TWO, "step": Plain(1)}, by=by, fault=fault)
-                    for by in ("save", "thread checkpointer")
-                    for fault in (None, Fault("unpicklable", 1), Fault("disk", 1, 1), None)
-                ],
-            )
-        ]
+    "a save that fails on one rank leaves what was there, and the next one works": _case(
+        2,
+        *(
+            Save({**_TWO, "step": Plain(1)}, by=by, fault=fault)
+            for by in ("save", "thread checkpointer")
+            for fault in (None, Fault("unpicklable", 1), Fault("disk", 1, 1), None)
+        ),
     ),
 }
 

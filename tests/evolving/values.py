@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["FORMS", "PLACEMENTS", "RANDOM", "Each", "Here", "Many", "Numbers", "Numpy", "Own"]
-__all__ += ["Plain", "Random", "Tensor", "Text", "Tied"]
+__all__ = ["FORMS", "PLACEMENTS", "RANDOM", "Each", "Here", "Many", "Own", "Plain", "Tensor"]
+__all__ += ["Tied", "Value", "numbers"]
 
 
 @dataclass(frozen=True)
@@ -249,69 +249,51 @@ class Plain:
     value: Any = None
 
     def made(self, name: str, here: Here) -> Any:
-        return _blank(self.value) if here.blank else copy.deepcopy(self.value)
+        return self._room(self.value) if here.blank else copy.deepcopy(self.value)
+
+    def _room(self, value: Any) -> Any:
+        return {key: self._room(of) for key, of in value.items()} if type(value) is dict else None
 
 
-def _blank(value: Any) -> Any:
-    return {key: _blank(entry) for key, entry in value.items()} if isinstance(value, dict) else None
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """A list of floats, such as the losses so far."""
-
-    count: int
-
-    def made(self, name: str, here: Here) -> Any:
-        return None if here.blank else [here.step + n / 7 for n in range(self.count)]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A number of letters, or of bytes."""
-
-    count: int
-    as_bytes: bool = False
-
-    def made(self, name: str, here: Here) -> Any:
-        text = chr(97 + here.step % 26) * self.count
-        return None if here.blank else text.encode() if self.as_bytes else text
-
-
-@dataclass(frozen=True)
-class Numpy:
-    """A value of numpy's: an array, or of no shape a scalar."""
-
-    shape: tuple[int, ...] | None = None
-    dtype: str = "float64"
-
-    def made(self, name: str, here: Here) -> Any:
-        if here.blank:
-            return None
-        if self.shape is None:
-            return np.dtype(self.dtype).type(here.step)
-        return (np.arange(np.prod(self.shape)) + here.step).astype(self.dtype).reshape(self.shape)
-
-
-RANDOM: Mapping[str, Callable[[int], Any]] = {
-    "python": lambda seed: random.Random(seed).getstate(),
-    "torch": lambda seed: torch.Generator().manual_seed(seed).get_state(),
-    "numpy": lambda seed: np.random.RandomState(seed).get_state(),
+MAKERS: Mapping[str, Callable[[int, int], Any]] = {
+    "numbers": lambda count, step: [step + n / 7 for n in range(count)],  # as the losses so far
+    "text": lambda count, step: chr(97 + step % 26) * count,
+    "bytes": lambda count, step: bytes([97 + step % 26]) * count,
+    "array": lambda count, step: np.arange(count, dtype="float64") + step,
+    "matrix": lambda count, step: np.full((2, count), step, dtype="int32"),
+    "scalar": lambda _, step: np.float64(step),
+    "random of python": lambda _, step: random.Random(step).getstate(),
+    "random of torch": lambda _, step: torch.Generator().manual_seed(step).get_state(),
+    "random of numpy": lambda _, step: np.random.RandomState(step).get_state(),
 }
+"""Values, by their size and the save."""
+
+RANDOM = tuple(kind for kind in MAKERS if kind.startswith("random"))
 """States of generators of random numbers."""
 
 
 @dataclass(frozen=True)
-class Random:
-    """The state of a generator of random numbers."""
+class Value:
+    """A value that differs from save to save.
+
+    Attributes:
+        kind: Of `MAKERS`.
+        count: Its size.
+    """
 
     kind: str
+    count: int = 0
 
     def made(self, name: str, here: Here) -> Any:
-        made = RANDOM[self.kind](here.step)
+        made = MAKERS[self.kind](self.count, here.step)
         if not here.blank:
             return made
         return torch.zeros_like(made) if isinstance(made, torch.Tensor) else None
+
+
+def numbers(count: int) -> Value:
+    """A list of floats."""
+    return Value("numbers", count)
 
 
 @dataclass(frozen=True)

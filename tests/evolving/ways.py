@@ -55,14 +55,13 @@ class Ways:
     def save(self, by: str, state: dict[Any, Any], place: Place, step: int) -> Callable[[], None]:
         """Begins a save; what it returns waits for the end. Both raise what has failed."""
         kind = by.split()[-1] if by.startswith("async") else by.split()[0]
+        given: dict[str, Any] = {"checkpoint_id": place.uri, "config": place.config}
         if by == "save":
-            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config)
+            cloudckpt.save(state, **given)
         elif by in _PLANNERS:
-            planner = _PLANNERS[by]()
-            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, planner=planner)
+            cloudckpt.save(state, planner=_PLANNERS[by](), **given)
         elif by == "by one planner":
-            planner = self._kept(by, CloudSavePlanner)
-            cloudckpt.save(state, checkpoint_id=place.uri, config=place.config, planner=planner)
+            cloudckpt.save(state, planner=self._kept(by, CloudSavePlanner), **given)
         elif by == "by one writer":
             writer = self._kept((by, place.config), place.writer)
             cloudckpt.save(state, checkpoint_id=place.uri, storage_writer=writer)
@@ -77,18 +76,12 @@ class Ways:
             finally:
                 cloudckpt.uninstall()
         elif by.startswith("async"):
-            future = cloudckpt.async_save(
-                state,
-                checkpoint_id=place.uri,
-                config=place.config,
-                async_checkpointer_type=_KINDS[kind],
-            )
-            assert isinstance(future, SaveFuture)
-            return lambda: _wait(future)
+            future = cloudckpt.async_save(state, async_checkpointer_type=_KINDS[kind], **given)
+            return lambda: future.result(PATIENCE)
         elif by.endswith("manager"):
             manager = self._once((by, place.config), lambda: self._manager(by, kind, place))
             manager.save(step, state, force=True)
-            return lambda: manager.wait_until_finished()
+            return manager.wait_until_finished
         else:
             checkpointer = self._once((by, place.config), lambda: _checkpointer(kind, place))
             saved = checkpointer.save(place.uri, state)
@@ -234,11 +227,7 @@ def _config(kind: str, place: Place) -> CheckpointerConfig:
 
 def _end(future: SaveFuture, checkpointer: AsyncCheckpointer) -> None:
     try:
-        _wait(future)
+        future.result(PATIENCE)
     finally:
         with contextlib.suppress(CloudCheckpointError):  # it tells the same once more
             checkpointer.wait()
-
-
-def _wait(future: SaveFuture) -> None:
-    future.result(PATIENCE)
