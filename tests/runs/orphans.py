@@ -1,4 +1,4 @@
-"""Jobs whose trainers are killed when a step was staged, and those that come after them."""
+"""Jobs whose trainers are killed, when a step was staged or later, and the jobs after them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -53,6 +55,9 @@ def job(
     last: int = 0,
     dies_at: int | None = None,
     how: str = "at once",
+    victims: Collection[int] = range(4),
+    delay: float = 0.0,
+    kind: str = "PROCESS",
     differs: bool = False,
     config: Config | None = None,
     **options: Any,
@@ -63,9 +68,13 @@ def job(
         folder: Where the ranks meet.
         world: Their number.
         run: The run; default: one in the folder.
-        last: The last step; each is saved.
-        dies_at: The step behind which all ranks are killed.
-        how: ``at once``, when its saving process has all of it; or ``at its commit``.
+        last: The last step; each that is due is saved.
+        dies_at: The step behind which ranks are killed.
+        how: ``at once``, when its saving process has all of it; ``at its commit``; or ``soon``,
+            when it trains on, but not before its first save.
+        victims: The ranks that are killed, if that is ``soon``.
+        delay: Seconds until then.
+        kind: What saves: ``SYNC``, ``THREAD`` or ``PROCESS``.
         differs: Whether ranks save different values under one name.
         config: The options.
         options: Of the manager.
@@ -79,6 +88,9 @@ def job(
         "last": last,
         "dies_at": dies_at,
         "how": how,
+        "victims": victims,
+        "delay": delay,
+        "kind": kind,
         "differs": differs,
         "config": config,
         "options": options,
@@ -105,6 +117,9 @@ def _rank(
     last: int,
     dies_at: int | None,
     how: str,
+    victims: Collection[int],
+    delay: float,
+    kind: str,
     differs: bool,
     config: Config | None,
     options: dict[str, Any],
@@ -120,13 +135,17 @@ def _rank(
     }
     state["own"] = own = per_rank(rank)
     mark = Path(folder, f"{family}-commits")
-    handed_over = _hand_overs()
+    handed_over, killer = _hand_overs(), threading.Timer(delay, os.kill, (os.getpid(), 9))
+    has_saved = False
     hook = Killing(dies_at, mark) if dies_at is not None and how == "at its commit" else None
     with CheckpointManager(
         run,
         preemption=Preemption(signals=()),
+        asynchronous=kind != "SYNC",
         checkpointer=CheckpointerConfig(
-            commit_hook=hook, config=config if config is not None else Config()
+            commit_hook=hook,
+            config=config if config is not None else Config(),
+            kind=AsyncCheckpointerType["PROCESS" if kind == "SYNC" else kind],
         ),
         **options,
     ) as manager:
@@ -146,7 +165,14 @@ def _rank(
             own.value = 100 + rank  # the same in all steps
             if differs and step == dies_at:
                 state["bias"] = torch.full((7,), float(rank))
-            manager.save(step, state)
+            is_saved = manager.save(step, state)
+            if how == "soon":
+                if is_saved and not has_saved:
+                    manager.wait_until_finished()  # saving processes wait for others that are late
+                    has_saved = True
+                if has_saved and rank in victims and step >= (dies_at or last) and not killer.ident:
+                    killer.start()
+                continue
             if step == dies_at:
                 if how == "at its commit":
                     assert eventually(mark.exists)
@@ -154,7 +180,9 @@ def _rank(
                 assert handed_over.acquire(timeout=60)
                 os.kill(os.getpid(), signal.SIGKILL)
             manager.wait_until_finished()
-            assert handed_over.acquire(timeout=60)
+            assert kind != "PROCESS" or not is_saved or handed_over.acquire(timeout=60)
+    if killer.ident:
+        killer.join()
     return restored, is_right
 
 

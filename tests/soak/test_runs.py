@@ -2,8 +2,7 @@
 
 import pytest
 
-from runs.jobs import KINDS
-from runs.kills import trained_through_kills
+from runs.kills import KINDS, trained_through_kills
 
 
 @pytest.mark.parametrize("kind", KINDS)
