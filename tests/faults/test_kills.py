@@ -9,7 +9,6 @@ Each kind of moment is here once; ``soak`` draws them at random, and tries all o
 
 import signal
 import threading
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 import cloudckpt
 from cloudckpt.errors import CheckpointNotFoundError
 from support.forks import child
-from support.wire.faults import Call, Stall
+from support.wire.faults import Call
 
 from . import jobs
 from .selection import everywhere
@@ -117,20 +116,3 @@ def killed_before(call: int, folder, config) -> None:
 @pytest.mark.parametrize("call", range(0, 24, 4))
 def test_a_killed_writer_to_a_disk_leaves_the_last_checkpoint(tmp_path, direct, call):
     killed_before(call, tmp_path, direct)
-
-
-@pytest.mark.parametrize("path", ["*.distcp", "*/.metadata"])
-def test_a_writer_that_is_killed_while_the_store_stalls_leaves_the_last_checkpoint(
-    store, proxy, endpoint, direct, path
-):
-    uri = store.uri("run/latest")
-    cloudckpt.save(filled(1, SMALL), checkpoint_id=uri, config=direct)
-    proxy.inject(Stall("request", after=100), operation="PutObject", path=path)
-    patient = impatient(endpoint, read_timeout=60.0, stall_timeout=60.0)
-    with child(jobs.save, uri=uri, config=patient, step=2, nbytes=SMALL) as writer:
-        while not proxy.requests("PutObject", path):
-            time.sleep(0.01)
-        writer.signal(signal.SIGKILL)
-        status, _ = writer.wait()
-    assert status == -signal.SIGKILL
-    assert load_step(uri, direct, SMALL) == 1

@@ -17,7 +17,7 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
 )
-from support.wire.faults import Corrupt, Drip, Reset, Stall, Truncate
+from support.wire.faults import Corrupt, Reset, Stall, Truncate
 from support.wire.hop import Hop
 
 from .refusals import COMMON, Refusal
@@ -72,16 +72,6 @@ def test_a_load_ends_whole_or_by_a_name(saved, proxy, endpoint, read, fault, tim
 
 
 class TestPassingFaults:
-    def test_a_body_that_comes_byte_by_byte_is_given_up_and_asked_for_again(
-        self, saved, proxy, endpoint
-    ):
-        uri = saved()
-        config = impatient(endpoint, stall_timeout=1.0)  # no wait for a byte is that long
-        rule = proxy.inject(Drip(0.05), operation="GetObject", path="*.distcp", times=1)
-        assert load_step(uri, config, SMALL) == 1
-        assert rule.injected == 1
-        assert len(proxy.requests("GetObject", "*.distcp")) > 2
-
     @everywhere()
     @pytest.mark.parametrize(
         "fault",
