@@ -166,7 +166,7 @@ class TestSilence:
 
     @everywhere(fault=[Stall("answer")])
     @pytest.mark.parametrize("path", ["*/.metadata", "*.distcp"])
-    @pytest.mark.parametrize("fault", [Stall("answer"), Drip(0.2, "body")], ids=["silent", "drips"])
+    @pytest.mark.parametrize("fault", [Stall("answer"), Drip(0.2)], ids=["silent", "drips"])
     def test_a_load_gives_up_on_a_server_that(self, saved, proxy, hasty, path, fault):
         uri = saved(BIG)
         proxy.inject(fault, operation="GetObject", path=path)

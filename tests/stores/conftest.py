@@ -17,7 +17,7 @@ from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.gcs.store import GCSStore
 from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.uri import CheckpointURI
-from support.authority import usage
+from support.authority import Authority
 from support.dialects import AZURE_KEY
 
 pytest.register_assert_rewrite("support.contract")
@@ -255,46 +255,16 @@ def server(stub):
 
 @pytest.fixture(scope="session")
 def tls_files(tmp_path_factory):
-    """``(certificate, key)`` of a server at 127.0.0.1, signed by itself."""
-    import datetime
-    import ipaddress
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    folder = tmp_path_factory.mktemp("tls")
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "cloudckpt tests")])
-    today = datetime.datetime.now(datetime.timezone.utc)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(today - datetime.timedelta(days=1))
-        .not_valid_after(today + datetime.timedelta(days=1))
-        .add_extension(address, critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(usage(digital_signature=True, key_cert_sign=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    (folder / "cert.pem").write_bytes(certificate.public_bytes(pem))
-    (folder / "key.pem").write_bytes(
-        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return str(folder / "cert.pem"), str(folder / "key.pem")
+    """The certificate of an authority, and that of a server at 127.0.0.1, with its key."""
+    authority = Authority(tmp_path_factory.mktemp("tls"))
+    return authority.bundle, authority.issue()
 
 
 @pytest.fixture(scope="session")
 def tls_context(tls_files):
     """Of a server with this certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*tls_files)
+    context.load_cert_chain(tls_files[1])
     return context
 
 

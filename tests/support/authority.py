@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 _PEM = serialization.Encoding.PEM
 _DAY = datetime.timedelta(days=1)
+_NOW = datetime.datetime.now(datetime.timezone.utc)
 
 
 class Authority:
@@ -22,33 +23,23 @@ class Authority:
         self._name = _named(name)
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._issued = 0
-        certificate = (
-            self._certificate(self._name, self._key, 0)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-            .add_extension(usage(key_cert_sign=True, crl_sign=True), critical=True)
-            .sign(self._key, hashes.SHA256())
-        )
+        certificate = self._signed(self._name, self._key, _NOW + _DAY, _usage("key_cert_sign"))
         self.bundle = str(self._folder / "authority.pem")
-        Path(self.bundle).write_bytes(certificate.public_bytes(_PEM))
+        Path(self.bundle).write_bytes(certificate)
 
     def issue(self, *, host: str = "127.0.0.1", expired: bool = False) -> str:
         """A file with a certificate, for a server at ``host`` or for a client, and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        certificate = (
-            self._certificate(_named("a test's"), key, 10 if expired else 0)
-            .add_extension(x509.SubjectAlternativeName([_general_name(host)]), critical=False)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(usage(digital_signature=True), critical=True)
-            .add_extension(issuer, critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
+        end = _NOW - 9 * _DAY if expired else _NOW + _DAY
+        at = x509.SubjectAlternativeName([_general_name(host)])
+        usage = _usage("digital_signature")
+        certificate = self._signed(_named("a test's"), key, end, usage, at)
         self._issued += 1
         path = self._folder / f"{self._issued}.pem"
         secret = key.private_bytes(
             _PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        path.write_bytes(certificate.public_bytes(_PEM) + secret)
+        path.write_bytes(certificate + secret)
         return str(path)
 
     def server(self, certificate: str | None = None) -> ssl.SSLContext:
@@ -57,12 +48,18 @@ class Authority:
         context.load_cert_chain(self.issue() if certificate is None else certificate)
         return context
 
-    def _certificate(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, days_ago: int
-    ) -> x509.CertificateBuilder:
-        end = datetime.datetime.now(datetime.timezone.utc) + _DAY - days_ago * _DAY
-        subject_key = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-        return (
+    def _signed(
+        self,
+        subject: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        end: datetime.datetime,
+        usage: x509.KeyUsage,
+        *more: x509.ExtensionType,
+    ) -> bytes:
+        """A certificate, with the extensions that Python 3.13 wants to see."""
+        ours = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        builder = (
             x509.CertificateBuilder()
             .subject_name(subject)
             .issuer_name(self._name)
@@ -70,8 +67,16 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(end - 2 * _DAY)
             .not_valid_after(end)
-            .add_extension(subject_key, critical=False)
+            .add_extension(x509.BasicConstraints(usage.key_cert_sign, None), critical=True)
+            .add_extension(usage, critical=True)
         )
+        for extension in (
+            x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
+            issuer,
+            *more,
+        ):
+            builder = builder.add_extension(extension, critical=False)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(_PEM)
 
 
 def _named(name: str) -> x509.Name:
@@ -85,10 +90,9 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def usage(**used: bool) -> x509.KeyUsage:
-    """Python 3.13 wants to be told what a key is for."""
+def _usage(use: str) -> x509.KeyUsage:
     kinds = (
         "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
         "key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
     )  # fmt: skip
-    return x509.KeyUsage(**{kind: used.get(kind, False) for kind in kinds})
+    return x509.KeyUsage(**{kind: kind == use for kind in kinds})

@@ -87,23 +87,18 @@ class Truncate(Fault):
 
 @dataclass(frozen=True)
 class Drip(Fault):
-    """Answers one byte at a time, so that no wait for the next byte ever takes long.
+    """Sends the body one byte at a time, so that no wait for the next byte ever takes long.
 
     Attributes:
         interval: Seconds between two bytes.
-        moment: Where that begins: with the status line (``answer``), or with the ``body``.
     """
 
-    interval: float = 1.0
-    moment: Literal["answer", "body"] = "body"
+    interval: float
 
     def inflict(self, hop: Hop) -> None:
         answer = hop.forward()
-        if self.moment == "body":
-            hop.send(answer, stop=0)
-            hop.drip(hop.payload(answer), self.interval)
-        else:
-            hop.drip(hop.head(answer) + hop.payload(answer), self.interval)
+        hop.send(answer, stop=0)
+        hop.drip(hop.payload(answer), self.interval)
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,7 @@ def s3_naming(method: str, target: str) -> tuple[str, str]:
         ("PUT", keyed, "PutObject"),
         ("POST", "uploads" in query, "CreateMultipartUpload"),
         ("POST", "uploadId" in query, "CompleteMultipartUpload"),
-        ("POST", "delete" in query, "DeleteObjects"),
         ("GET", "uploads" in query, "ListMultipartUploads"),
-        ("GET", keyed and "uploadId" in query, "ListParts"),
         ("GET", keyed, "GetObject"),
         ("GET", "list-type" in query, "ListObjectsV2"),
         ("HEAD", keyed, "HeadObject"),
@@ -41,8 +39,6 @@ def s3_naming(method: str, target: str) -> tuple[str, str]:
 
 def google_naming(method: str, target: str) -> tuple[str, str]:
     """Google Cloud Storage: the JSON API, and the XML API with path-style addressing."""
-    if target.startswith("/batch/"):
-        return "DeleteObjects", "/"
     match = re.match(r"(/upload|/download)?/storage/v1/b/([^/?]+)/o(?:/([^/?]+))?", target)
     if match is None:
         return s3_naming(method, target)
@@ -66,7 +62,6 @@ def azure_naming(method: str, target: str) -> tuple[str, str]:
         ("PUT", component == "block", "UploadPart"),
         ("PUT", component == "blocklist", "CompleteMultipartUpload"),
         ("PUT", component is None, "PutObject"),
-        ("POST", component == "batch", "DeleteObjects"),
         ("GET", component == "blocklist", "ListParts"),
         ("GET", query.get("include") == "uncommittedblobs", "ListMultipartUploads"),
         ("GET", component == "list", "ListObjectsV2"),
