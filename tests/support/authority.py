@@ -70,11 +70,7 @@ class Authority:
             .add_extension(x509.BasicConstraints(usage.key_cert_sign, None), critical=True)
             .add_extension(usage, critical=True)
         )
-        for extension in (
-            x509.SubjectKeyIdentifier.from_public_key(key.public_key()),
-            issuer,
-            *more,
-        ):
+        for extension in (ours, issuer, *more):
             builder = builder.add_extension(extension, critical=False)
         return builder.sign(self._key, hashes.SHA256()).public_bytes(_PEM)
 

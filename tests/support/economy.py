@@ -1,6 +1,5 @@
 """What makes all tests cheaper: import these names into a ``conftest``."""
 
-import functools
 import gc
 import inspect
 import os
@@ -111,17 +110,12 @@ def memory_is_given_back() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def cheap_sessions_of_boto() -> Iterator[None]:
     """botocore derives the same things for each session: from megabytes of JSON what it knows of
-    AWS, and of each of hundreds of handlers its event's name and whether it takes any keywords.
-    That is nine tenths of the time in which a store of S3 is opened, as nearly every test does."""
+    AWS, and of each of hundreds of handlers whether it takes any keywords. That is nine tenths of
+    the time in which a store of S3 is opened, as nearly every test does."""
     loader = botocore.loaders.create_loader()
-    aliaser = botocore.hooks.EventAliaser
-    name_of = functools.cache(aliaser(None)._alias_event_name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(botocore.session, "create_loader", lambda *paths: loader)
         patch.setattr(botocore.hooks, "accepts_kwargs", _accepts_kwargs)
-        patch.setattr(
-            botocore.hooks.EventAliaser, "_alias_event_name", lambda _, name: name_of(name)
-        )
         yield
 
 
