@@ -171,19 +171,6 @@ def test_fewer_bytes_than_ranks_can_share_are_not_shared():
     assert shared_requests(segments_for(wanted, Config()), 2) is None
 
 
-@pytest.mark.parametrize("failing", [0, 3])
-def test_if_one_rank_fails_all_end_and_it_says_why(failing):
-    name = f"failing-{failing}"
-    _, sources = stored(name, [8 * 1024 * KIB, 2 * 1024 * KIB])
-    stores = [Counting(name) for _ in range(4)]
-    stores[failing].fails = True
-    _, raised = load(stores, sources)
-    assert type(raised[failing]) is StoreError
-    others = [type(error) for rank, error in enumerate(raised) if rank != failing]
-    # one that had all before it heard of it has nothing to complain of
-    assert set(others) <= {TransferCancelledError, type(None)}
-
-
 def _no_threads(download):
     def refuse(task):
         raise RuntimeError("can't start new thread")
@@ -209,37 +196,54 @@ def _no_memory(download):
     download.read = refuse
 
 
-@pytest.mark.parametrize("lack", [_no_threads, _no_threads_for_long, _no_memory])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_that_lacks_threads_or_memory_says_so_and_all_end(ranks, lack):
-    name = f"{lack.__name__}-{ranks}"
-    _, sources = stored(name, [ranks * 10 * 1024 * KIB])
-    stores = [Counting(name) for _ in range(ranks)]
-    _, raised = load(stores, sources, starve=lambda rank, download: rank or lack(download))
-    assert type(raised[0]) in (RuntimeError, MemoryError)
-    assert "nothing came" not in str(raised[0])
-    assert set(map(type, raised[1:])) <= {TransferCancelledError, type(None)}
-    assert raised[1] is not None
+class NoRoom(Threads):
+    """Rank 0 has no memory for what comes, as soon as it has begun."""
 
-
-def test_a_rank_without_memory_for_what_comes_says_so_and_all_end(monkeypatch):
-    _, sources = stored("full", [40 * 1024 * KIB])
     full = threading.local()
-    allocated = sharing._allocated
+
+    def exchange(self, out, into):
+        self.full.is_full = self.position == 0
+        return super().exchange(out, into)
+
+
+@pytest.fixture
+def allocating(monkeypatch):
+    usual = sharing._allocated
 
     def refuse(size):
-        if getattr(full, "is_full", False):
+        if getattr(NoRoom.full, "is_full", False):
             raise MemoryError
-        return allocated(size)
-
-    class Full(Threads):
-        def exchange(self, out, into):
-            full.is_full = self.position == 0  # as soon as it has begun
-            return super().exchange(out, into)
+        return usual(size)
 
     monkeypatch.setattr(sharing, "_allocated", refuse)
-    _, raised = load([Counting("full") for _ in range(3)], sources, ring=Full)
-    assert type(raised[0]) is MemoryError
+
+
+FAILURES = [
+    (None, StoreError),  # its store fails
+    (_no_threads, RuntimeError),
+    (_no_threads_for_long, RuntimeError),
+    (_no_memory, MemoryError),
+]
+
+
+@pytest.mark.parametrize(
+    ("lack", "error", "ranks"),
+    [*((*failure, ranks) for failure in FAILURES for ranks in (2, 4)), (NoRoom, MemoryError, 3)],
+)
+def test_a_rank_that_fails_says_why_and_all_end(allocating, lack, error, ranks):
+    name = f"{error.__name__}-{ranks}"
+    _, sources = stored(name, [40 * 1024 * KIB])
+    stores = [Counting(name) for _ in range(ranks)]
+    if lack is None:
+        stores[0].fails = True
+        _, raised = load(stores, sources)
+    elif lack is NoRoom:
+        _, raised = load(stores, sources, ring=NoRoom)
+    else:
+        _, raised = load(stores, sources, starve=lambda rank, download: rank or lack(download))
+    assert type(raised[0]) is error
+    assert "nothing came" not in str(raised[0])
+    # one that had all before it heard of it has nothing to complain of
     assert set(map(type, raised[1:])) <= {TransferCancelledError, type(None)}
     assert raised[1] is not None
 

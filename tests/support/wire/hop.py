@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from support.wire.request import Headers, Request, read_chunks, read_exactly
+from support.wire.request import Headers, Request, read_exactly
 
 __all__ = ["Answer", "Exchange", "Fault", "Hop"]
 
@@ -46,13 +46,11 @@ class Exchange:
         request: The request.
         fault: What was done to it, or None.
         carried_out: The status that the server gave it, or None if it never got there.
-        answered: The status that the client was sent, or None.
     """
 
     request: Request
     fault: Fault | None = None
     carried_out: int | None = None
-    answered: int | None = None
 
 
 class Hop:
@@ -77,7 +75,6 @@ class Hop:
         self._settle = settle
         self._received = bytearray()
         self._length = int(self.request.header("Content-Length") or 0)
-        self._chunked = "chunked" in (self.request.header("Transfer-Encoding") or "").lower()
         self._invited = False
 
     def take(self, count: int) -> None:
@@ -85,9 +82,6 @@ class Hop:
         if not self._invited and (self.request.header("Expect") or "").lower() == "100-continue":
             self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._invited = True
-        if self._chunked:
-            self._received += b"".join(read_chunks(self._stream))
-            self._length, self._chunked = len(self._received), False
         missing = min(count, self._length) - len(self._received)
         if missing > 0:
             self._received += read_exactly(self._stream, missing)
@@ -129,7 +123,6 @@ class Hop:
     def send(self, answer: Answer, *, stop: int | None = None) -> None:
         """Answers the client, with the first ``stop`` bytes of the announced body if given."""
         self.body()  # else its rest would be taken for the next request
-        self._exchange.answered = answer.status
         self._write(self.head(answer) + self.payload(answer)[:stop])
 
     def send_slowly(self, answer: Answer, rate: float) -> None:

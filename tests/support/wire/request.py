@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 from urllib.parse import parse_qsl, urlsplit
 
 from support.wire.naming import Naming, s3_naming
 
-__all__ = ["Headers", "Request", "read_chunks", "read_exactly", "read_head"]
+__all__ = ["Headers", "Request", "read_exactly", "read_head"]
 
 Headers = tuple[tuple[str, str], ...]
 """Names and values, in order."""
@@ -84,15 +83,6 @@ def read_exactly(stream: BinaryIO, count: int) -> bytes:
     if len(data) < count:
         raise ConnectionError("the client left in the middle of its request")
     return data
-
-
-def read_chunks(stream: BinaryIO) -> Iterator[bytes]:
-    """The payload of ``Transfer-Encoding: chunked``, without its trailers."""
-    while size := int(_line(stream).partition(";")[0] or "0", 16):
-        yield read_exactly(stream, size)
-        _line(stream)
-    while _line(stream):
-        pass
 
 
 def _line(stream: BinaryIO) -> str:
