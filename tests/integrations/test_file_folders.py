@@ -146,7 +146,7 @@ def test_what_is_in_the_way_stays_and_so_does_what_was_to_be_renamed(store) -> N
     writer = folders(store)
     save(writer, "run/step-7", 7)
     write(writer, "run/tmp_step-7", 8)
-    with pytest.raises(FileExistsError, match="remove it"):
+    with pytest.raises(FileExistsError):
         writer.rename_folder("run/tmp_step-7", "run/step-7")
     assert state_of(store, "run/step-7") == 7
     assert writer.read("run/tmp_step-7/metadata.pkl") == b"metadata of step 8"
