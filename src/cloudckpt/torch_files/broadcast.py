@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +21,7 @@ from cloudckpt.checkpoint.torch_private import device_for_collectives, flatten_s
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.load_plan import check_types, conversions
+from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.reader import OurReader
 from cloudckpt.errors import (
     CheckpointError,
@@ -195,8 +195,6 @@ class BroadcastingTorchSaveReader(OurReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills this rank's tensors from the broadcasts of all tensors in the file.
 
-        A rank returns early if another rank has failed; torch then raises the failure on all ranks.
-
         Raises:
             ShapeMismatchError: If a tensor has a different shape in the file and the state dict.
             UnsupportedTensorError: If a tensor of the state dict can't be loaded into, or its type
@@ -214,43 +212,33 @@ class BroadcastingTorchSaveReader(OurReader):
         return future
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Broadcasts tensor after tensor until a rank has failed.
-
-        Before each tensor the ranks exchange whether they have failed. A rank that has failed still
-        takes part in that exchange: otherwise the others would wait forever.
-        """
-        device = device_for_collectives(None) if script.world > 1 else "cpu"
-        failed = torch.zeros(1, dtype=torch.uint8, device=device)
-        failures: list[BaseException] = []
-        targets: dict[str, list[_Target]] = {}
-        with _kept(failures):
-            targets = self._targets(script, plan, planner)
-            found = {fqn: tensor for fqn, [(_, tensor), *_] in targets.items()}
-            types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
-            check_types(conversions(found, types.get), str(self._uri), logs=bool(self._content))
-        for fqn, (dtype, shape) in script.tensors.items():
-            whole = torch.empty(0, dtype=dtype, device=device)
-            with _kept(failures):
-                whole = self._room(fqn, dtype, shape, device)
-            failed.fill_(bool(failures))
-            if script.world > 1:
-                dist.all_reduce(failed, dist.ReduceOp.MAX)
-            if failed:
-                break
-            if script.world > 1 and whole.numel():
+        """Broadcasts tensor after tensor, each when all ranks are ready for it."""
+        meeting = Meeting.of(None, no_dist=script.world == 1)
+        device = "cpu" if meeting.group is None else device_for_collectives(meeting.group)
+        targets = meeting.begin(lambda: self._targets(script, plan, planner))
+        rooms = self._rooms(script, targets, device)
+        for _ in script.tensors:
+            whole = meeting.begin(lambda: next(rooms))
+            if meeting.group is not None and whole.numel():
                 dist.broadcast(whole.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
-            with _kept(failures):
-                for item, tensor in targets.get(fqn, ()):
-                    copy_into(tensor, whole[_region(item)])
-        if failures:
-            raise failures[0]
-        if failed:
-            return
+            del whole  # before there is room for the next
+        next(rooms, None)
         for item, tensor in itertools.chain.from_iterable(targets.values()):
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(script.values[item.storage_index.fqn]))
+
+    def _rooms(
+        self, script: _Script, targets: Mapping[str, Sequence[_Target]], device: str
+    ) -> Iterator[torch.Tensor]:
+        """Yields the tensors to be broadcast; fills this rank's with each when it goes on."""
+        for fqn, (dtype, shape) in script.tensors.items():
+            whole = self._room(fqn, dtype, shape, device)
+            yield whole
+            for item, tensor in targets.get(fqn, ()):
+                copy_into(tensor, whole[_region(item)])
+            del whole
 
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
@@ -269,7 +257,7 @@ class BroadcastingTorchSaveReader(OurReader):
 
         Raises:
             ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
-            UnsupportedTensorError: If a tensor can't be loaded into.
+            UnsupportedTensorError: If a tensor can't be filled, or can't hold the file's values.
         """
         found: dict[str, list[_Target]] = {}
         metadata = cast(DefaultLoadPlanner, planner).metadata
@@ -290,6 +278,9 @@ class BroadcastingTorchSaveReader(OurReader):
             tensor = settled(planner.resolve_tensor(item)).detach()
             check_fillable(tensor, fqn, str(self._uri))
             found.setdefault(fqn, []).append((item, tensor))
+        tensors = {fqn: tensor for fqn, [(_, tensor), *_] in found.items()}
+        types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
+        check_types(conversions(tensors, types.get), str(self._uri), logs=bool(self._content))
         return found
 
 
@@ -354,12 +345,3 @@ def _by_name(state: Any, uri: str) -> dict[str, Any]:
             cause=exc,
         ) from exc
     return {**{str(key): value for key, value in state.items()}, **flattened}
-
-
-@contextlib.contextmanager
-def _kept(failures: list[BaseException]) -> Iterator[None]:
-    """Appends an error or interrupt of the block to ``failures`` instead of raising it."""
-    try:
-        yield
-    except BaseException as error:  # noqa: BLE001 - raised when the other ranks know of it
-        failures.append(error)
