@@ -295,10 +295,10 @@ def test_an_item_that_nobody_has_written_is_named():
     [
         (0, {"extents": [(0, 0, 9)]}, IncompleteSaveError, "planned 2 items, but wrote 1"),
         (1, {"location": "s3://b/c"}, DifferentCheckpointsError, "rank 1 to s3://b/c"),
-        (1, {"objects": ()}, IncompleteSaveError, "other objects"),
-        (1, {"size": 100}, IncompleteSaveError, "other objects"),
-        (1, {"extents": [(-1, 0, 9)]}, IncompleteSaveError, "other objects"),
-        (1, {"extents": [(1, 0, 9)]}, IncompleteSaveError, "other objects"),
+        (1, {"objects": ()}, IncompleteSaveError, "are inconsistent"),
+        (1, {"size": 100}, IncompleteSaveError, "are inconsistent"),
+        (1, {"extents": [(-1, 0, 9)]}, IncompleteSaveError, "are inconsistent"),
+        (1, {"extents": [(1, 0, 9)]}, IncompleteSaveError, "are inconsistent"),
     ],
 )
 def test_a_rank_that_says_something_else_than_was_planned_is_told(rank, change, error, message):

@@ -371,7 +371,7 @@ def places_named(names):
 
 
 def test_a_load_is_not_led_out_of_the_checkpoint(plant):
-    with pytest.raises(CheckpointCorruptError, match="outside of the checkpoint"):
+    with pytest.raises(CheckpointCorruptError, match="leads out of the checkpoint"):
         loaded(plant(storage_data=places_named(["../other/__0_0.distcp"])))
 
 

@@ -281,5 +281,5 @@ def test_what_a_rank_reports_of_a_save_like_the_one_before_is_small():
     assert len(pickle.dumps(report)) < 450
     assert told(pickle.loads(pickle.dumps(report)).completed(made.extents)) == told(made)
     assert told(made.without(Extents.none())) == told(made)
-    with pytest.raises(ValueError, match="are not where"):
+    with pytest.raises(ValueError, match="are not those of"):
         report.completed(Extents.none())

@@ -187,8 +187,8 @@ def test_a_base_elsewhere_is_refused(place, tmp_path) -> None:
     [
         ("gone", "does not exist"),
         ("damaged", "checksum"),
-        ("without digests", "no digests"),
-        ("of torch", "no digests"),
+        ("without digests", "not saved with"),
+        ("of torch", "not saved with"),
         ("of another cloud", "crc64nvme.*crc32c"),
         ("not of UTF-8", "names in UTF-8"),
     ],

@@ -118,7 +118,7 @@ def test_state_that_was_saved_by_names_is_not_called_new_where_numbers_are_asked
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     optimizer = _optimizer(model)
     uri = _saved(tmp_path, {"optimizer": get_optimizer_state_dict(model, optimizer)})
-    with pytest.raises(MissingKeyError, match="by numbers"):
+    with pytest.raises(MissingKeyError, match="their numbers"):
         cloudckpt.load({"optimizer": optimizer}, checkpoint_id=uri)
 
 

@@ -35,11 +35,11 @@ _LONGEST_PAUSE = 1.0
 
 @dataclass
 class _Kept:
-    """The groups of savers that exist while a default group does.
+    """The groups that savers have opened beside one default group.
 
     Attributes:
         free: Groups that no saver uses.
-        opened: How many groups the same ranks have opened.
+        opened: How many groups were opened, by the ranks in them.
     """
 
     free: list[dist.ProcessGroup] = field(default_factory=list)
@@ -57,7 +57,7 @@ def open_group(
     collective_timeout: float,
     have_met: bool = False,
 ) -> dist.ProcessGroup:
-    """Opens a gloo group of the same ranks that nothing else uses; a collective call.
+    """Opens a gloo group, which nothing else uses, of the ranks of ``parent``; a collective call.
 
     The ranks meet through a store, which does not notice that one has died. So the long timeout
     covers only their arrival; once all have arrived, they connect within seconds or never.

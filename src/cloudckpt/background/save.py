@@ -272,8 +272,7 @@ def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
             error.uri = where
         return error
     made: AsyncSaveError = StagingError(
-        "the state dict could not be copied for a background save; see the cause, or use "
-        "cloudckpt.save",
+        "the state dict could not be made or copied for a background save; see the cause",
         cause=error,
     )
     made.uri = where or None

@@ -111,7 +111,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a job.
+    """The outcome of a :class:`Job`.
 
     Attributes:
         objects: The objects written; empty if the job failed.
@@ -140,8 +140,8 @@ class Sending(NamedTuple):
     """A save whose outcome the trainer does not know.
 
     Attributes:
-        job: What is sent.
-        stats: What was sent so far.
+        job: The job that sends it.
+        stats: The bytes and requests sent so far.
         objects: The objects, once the store has all of them.
     """
 
@@ -151,7 +151,7 @@ class Sending(NamedTuple):
 
 
 class CurrentSave:
-    """The save of the thread that sends, for the thread that watches the trainer.
+    """Tells the thread that watches the trainer about the save of the thread that sends.
 
     Attributes:
         save: The save; None between saves.
@@ -239,8 +239,8 @@ def finish(current: CurrentSave, limit: float) -> None:
             delete_quietly(store, [key], policy, threads=1)  # the save could not be sent
     except CloudCheckpointError as error:
         logger.debug(
-            "the file with the state of an unfinished save could not be written, so the next "
-            "job can't finish it: %s",
+            "the state of a save whose trainer has ended could not be recorded in the store, so "
+            "the next job can't finish this save: %s",
             error,
         )
 
@@ -378,7 +378,7 @@ def _descriptors(end: socket.socket, count: int) -> list[int]:
 
     Raises:
         EOFError: If the other side has closed the channel.
-        SaveProcessError: If this process may not open as many files; they are received, and lost.
+        SaveProcessError: If this process may not open as many files; some are then lost.
     """
     found: list[int] = []
     try:
@@ -438,7 +438,8 @@ def mapped(fd: int, size: int) -> Iterator[memoryview]:
     except (OSError, ValueError) as exc:
         raise SaveProcessError(
             f"the saving process can't map {size:,} bytes of the staged copy; raise the limit "
-            "of its address space (ulimit -v), or save in a thread",
+            "of its address space (ulimit -v), or save in a thread "
+            "(AsyncCheckpointerType.THREAD)",
             cause=exc,
         ) from exc
     with memoryview(mapped) as view:
@@ -446,7 +447,7 @@ def mapped(fd: int, size: int) -> Iterator[memoryview]:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """Returns the error, or one that describes it if it can't be pickled."""
+    """Returns the error itself, or a SaveProcessError that describes it if it can't be pickled."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the line itself
     except Exception:  # noqa: BLE001 - anything may be raised by somebody's __reduce__

@@ -129,7 +129,9 @@ class Stager(AsyncStager):
         return self.begin(state_dict, self._patience).state_dict
 
     def begin(self, state_dict: dict[str, Any], patience: float) -> StagedState:
-        """Makes a copy, whose memory is kept until it is released; raises as :meth:`stage` does.
+        """Copies a state dict into memory that the copy holds until it is released.
+
+        Raises the errors of :meth:`stage`.
 
         Args:
             state_dict: The state dict to copy.
@@ -177,9 +179,7 @@ class Stager(AsyncStager):
         return StagedState(content, arena, layout.size, lease, memory)
 
     def _fitting(self, layout: Layout) -> Arena:
-        """Returns an arena for the layout; an arena that is too small, or far too large, is
-        replaced.
-        """
+        """Returns the arena, replaced first if it is too small for the layout, or far too large."""
         size, held = layout.size, self._arena
         if held is not None and (held.size < size or held.size > max(size * _SHRINK, _CHUNK)):
             self._free_arena()

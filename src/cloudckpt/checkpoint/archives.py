@@ -203,7 +203,7 @@ def _type_of_storage(name: str) -> Any:
 
 
 def _plain_tensor(described: Stub) -> TensorDescription:
-    """Returns the tensor that an unpickled call of ``torch._utils._rebuild_*`` would make.
+    """Describes the plain tensor that an unpickled call of ``torch._utils._rebuild_*`` would make.
 
     Raises:
         ValueError: If it is not a plain tensor.
@@ -217,7 +217,10 @@ def _plain_tensor(described: Stub) -> TensorDescription:
     dtype = more.pop(0) if version == "v3" else _type_of_storage(kind.name)
     is_plain = version in ("v2", "v3") and described.is_call and not any(more)
     if not is_plain or type(storage) is not Stub or not isinstance(dtype, torch.dtype):
-        raise ValueError("not a plain tensor: it has metadata, such as the conjugate bit")
+        raise ValueError(
+            "the pickle describes no plain tensor: it is of another kind, or has attributes or "
+            "metadata, such as the conjugate bit"
+        )
     numbers = (first, *shape, *stride)
     if len(shape) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError("the tensor's offset, shape or strides are not valid numbers")

@@ -73,7 +73,7 @@ def digest_of_bytes(kind: bytes, view: bytes | memoryview) -> Digest:
 
 
 class Base:
-    """Looks up the items of a checkpoint by digest; takes 16 bytes per item besides the record.
+    """Looks up the items of a checkpoint by digest, in 16 bytes of memory per item and the record.
 
     Args:
         record: The record of the checkpoint, with digests; ``attempt`` is the random name of the

@@ -80,8 +80,9 @@ class Baseline:
         """
         if now() - self.began > LONGEST_SAVE:
             raise IncompleteSaveError(
-                f"the save took more than {LONGEST_SAVE / 3600:g} hours, so a sweep may have "
-                "deleted its objects as leftovers; nothing was committed",
+                f"the save took more than {LONGEST_SAVE / 3600:g} hours, the limit: a sweep may "
+                "soon delete its objects as leftovers. Nothing was committed: find out what "
+                "delayed the save, and save again",
                 uri=uri,
             )
 
@@ -129,8 +130,8 @@ def begin(
         # it may have been committed before the save began or during this request: ask once more
     if version is not None and not overwrite:
         raise CheckpointExistsError(
-            "Checkpoint already exists and overwrite is off: choose another location, or allow it "
-            "with Config(overwrite=True)",
+            "Checkpoint already exists and overwrite is off: choose another location, or set "
+            "Config(overwrite=True) to replace it",
             uri=uri,
         )
     return Baseline(key, version, began)
@@ -209,10 +210,10 @@ class Beginning(Generic[T]):
 
 
 def conflict(uri: str, cause: BaseException | None = None) -> CheckpointConflictError:
-    """Returns the error of a save at whose location another writer has committed since it began."""
+    """Returns the error of a save that another writer has overtaken at the same location."""
     return CheckpointConflictError(
-        "another writer has committed to this location since this save began; this save was "
-        "discarded, and the other checkpoint was kept",
+        "another writer has committed to this location, or deleted the checkpoint here, since this "
+        "save began; this save was discarded",
         uri=uri,
         cause=cause,
     )

@@ -77,7 +77,7 @@ def repeated(column: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def byte_rows(column: torch.Tensor) -> torch.Tensor:
-    """Returns a uint8 matrix with the bytes of each number of a column in a row."""
+    """Returns a uint8 matrix with a row for each number of a column: the bytes of the number."""
     # clone, not contiguous(): a column of one number is contiguous with any stride, and then has no
     # view as bytes
     found = column.clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -132,7 +132,7 @@ class PackedColumns:
 
     @property
     def left(self) -> int:
-        """The bytes that are not yet read."""
+        """How many bytes have not been read yet."""
         return len(self._data) - self._at
 
     def take(self, count: int) -> torch.Tensor:
@@ -174,5 +174,8 @@ def inflated(data: memoryview, size: int) -> bytes:
     except zlib.error as exc:
         raise ValueError(str(exc)) from exc
     if len(found) != size or not stream.eof or stream.unused_data:
-        raise ValueError("the uncompressed data does not have the expected size")
+        raise ValueError(
+            "the compressed data is truncated, is followed by other bytes, or has another size "
+            "than expected when uncompressed"
+        )
     return found

@@ -122,8 +122,8 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
         if found:
             return True
     raise ConfigError(
-        "the store ignores conditional writes (If-None-Match, If-Match), which protect a "
-        "commit from concurrent writers. If only one job at a time writes to a location, set "
+        "the store ignores conditional writes (If-None-Match, If-Match) or refuses them, and they "
+        "protect a commit from concurrent writers. If only one job at a time writes here, set "
         "Config(conditional_writes='off') or CLOUDCKPT_CONDITIONAL_WRITES=off",
         uri=store.root,
     )
@@ -247,7 +247,9 @@ def _unknown(store: ObjectStore, key: str, error: CloudCheckpointError) -> Commi
 
 
 def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> CommitObject | None:
-    """Reads the commit object of the baseline; returns None if its contents can't be trusted.
+    """Reads the commit object that this save replaces; returns None if there is none to read.
+
+    A commit object that can't be parsed counts as none, with a warning.
 
     Raises:
         CheckpointConflictError: If it was replaced or deleted.
@@ -269,12 +271,13 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
 
 
 def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
-    """Parses the commit object of a checkpoint to be deleted; None, with a warning, if it fails."""
+    """Parses the commit object of a checkpoint to be deleted; None, with a warning, if damaged."""
     try:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
-            "the objects of an older checkpoint could not be identified, and were not deleted: %s",
+            "the objects of an older checkpoint could not be identified, and are left for "
+            "cloudckpt sweep to delete: %s",
             error,
         )
         return None
@@ -307,7 +310,8 @@ def no_longer_needed(
         names = gone.names(str(uri))
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
-            "the objects of an older checkpoint could not be identified, and were not deleted: %s",
+            "it could not be determined which objects of an older checkpoint are still needed, so "
+            "they are left for cloudckpt sweep to delete: %s",
             error,
         )
         return ()

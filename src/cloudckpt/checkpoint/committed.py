@@ -108,7 +108,7 @@ def _range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytea
             store.get_range(info.key, at, [memoryview(piece)], if_version=info.version)
         except (PreconditionFailedError, ObjectNotFoundError, RangeNotSatisfiableError) as error:
             raise CheckpointReplacedError(
-                "the checkpoint was replaced or deleted while its metadata was read; load it again",
+                "the checkpoint was replaced or deleted while its metadata was read; try again",
                 uri=store.uri(info.key.rpartition("/")[0]),
                 cause=error,
             ) from error
@@ -153,7 +153,7 @@ class CommitObject:
 
     @property
     def structure(self) -> Structure:
-        """The nesting of the saved state dict, beyond what torch's metadata express."""
+        """The keys and empty dicts of the saved state dict that torch's metadata omit."""
         return Structure() if self.record is None else self.record.structure
 
     @classmethod

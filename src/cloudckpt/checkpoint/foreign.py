@@ -71,7 +71,8 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         ) from None
     except Exception as exc:  # classes of the user may raise anything
         raise CheckpointCorruptError(
-            "the metadata can't be read: it is damaged, or not the metadata of a checkpoint",
+            "the metadata can't be read: it is damaged, is not the metadata of a checkpoint, or "
+            "was written by a newer torch",
             uri=uri,
             cause=exc,
         ) from exc
@@ -107,16 +108,17 @@ def _fields(
             vars(made).update(state)
         for name, value in vars(made).items():
             if not isinstance(value, kinds.get(name, others)):
-                raise ValueError(
-                    f"invalid metadata: {cls.__name__}.{name[:200]} has the unexpected type "
-                    f"{type(value).__name__}, or is a field that this version "
-                    "does not know: was it written by a newer torch?"
-                )
+                known = name in kinds
+                problem = f"has the type {type(value).__name__}" if known else "is an unknown field"
+                raise ValueError(f"invalid metadata: {cls.__name__}.{name[:200]} {problem}")
             numbers = value if type(value) is torch.Size else (value,) if type(value) is int else ()
             if numbers and not 0 <= min(numbers) <= max(numbers) < _END:
                 raise ValueError(f"invalid metadata: {cls.__name__}.{name} is out of range")
         if arguments or not required <= vars(made).keys():
-            raise ValueError(f"invalid metadata: {cls.__name__} lacks a field, or has arguments")
+            raise ValueError(
+                f"invalid metadata: {cls.__name__} lacks a required field, or was pickled with "
+                "arguments of a constructor"
+            )
         return made
 
     return make
@@ -142,7 +144,7 @@ _PROPERTIES: tuple[Any, ...] = (
 
 def _properties(arguments: tuple[Any, ...], state: Any) -> TensorProperties:
     if arguments or type(state) is not tuple or len(state) not in (5, 6):
-        raise ValueError("invalid metadata: a tensor does not have 5 or 6 properties")
+        raise ValueError("invalid metadata: a tensor's properties are not a tuple of 5 or 6 values")
     if not all(isinstance(one, kind) for one, kind in zip(state, _PROPERTIES, strict=False)):
         raise ValueError("invalid metadata: a property of a tensor has the wrong type")
     return with_strides(TensorProperties(*state[:5]), state[5] if len(state) == 6 else None)
@@ -159,7 +161,10 @@ def _metadata(arguments: tuple[Any, ...], state: Any) -> Metadata:
     entries = (TensorStorageMetadata, BytesStorageMetadata)
     for name, entry in found.state_dict_metadata.items():
         if type(name) is not str or not isinstance(entry, entries):
-            raise ValueError(f"invalid metadata: the entry {str(name)[:200]!r} is not of torch")
+            raise ValueError(
+                f"invalid metadata: the entry {str(name)[:200]!r} has a name that is no string, or "
+                "describes neither a tensor nor a pickled value as torch does"
+            )
     return found
 
 
@@ -205,7 +210,7 @@ _CONSTRUCTORS: Mapping[str, Constructor] = {
 
 
 def _place_of_another_library(builder: Builder, stub: Stub) -> Any:
-    """Makes a location of an instance of any class that has the fields of torch's.
+    """Makes torch's ``_StorageInfo`` of an instance of any class that has the same fields.
 
     Libraries such as OLMo-core have classes of their own for it.
     """

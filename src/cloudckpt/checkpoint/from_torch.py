@@ -34,7 +34,7 @@ def table_of_metadata(metadata: Metadata) -> Table:
     """
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     if type(metadata) is not Metadata or vars(metadata).keys() - known:
-        raise NotInColumnsError("the metadata has a class or fields of its own")
+        raise NotInColumnsError("the metadata has another class or more fields than torch's")
     collected = _Collected()
     for name, described in metadata.state_dict_metadata.items():
         if type(described) is BytesStorageMetadata:
@@ -42,7 +42,10 @@ def table_of_metadata(metadata: Metadata) -> Table:
         elif type(described) is TensorStorageMetadata:
             collected.add_tensor(name, described.size, described.properties, described.chunks)
         else:
-            raise NotInColumnsError(f"the metadata of {name} is a {type(described).__name__}")
+            raise NotInColumnsError(
+                f"the metadata of {name} is a {type(described).__name__}, which is not torch's "
+                "class for tensors or for other values"
+            )
     return collected.table(metadata.planner_data)
 
 
@@ -65,7 +68,10 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
         first = items[0]
         data = first.tensor_data
         if len({item.type for item in items}) != 1 or not all(map(_is_plain, items)):
-            raise NotInColumnsError(f"{name} has a write item of an unknown kind")
+            raise NotInColumnsError(
+                f"the save planner made write items of several types for {name}, or an item that "
+                "is not as torch's planner makes it"
+            )
         if first.type == WriteItemType.BYTE_IO or data is None:
             if len(items) != 1:
                 raise NotInColumnsError(
@@ -80,7 +86,10 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
             assert item.tensor_data is not None
             other = item.tensor_data
             if other.size != data.size or other.properties.dtype != data.properties.dtype:
-                raise NotInColumnsError(f"{name} is written with two shapes or types")
+                raise NotInColumnsError(
+                    f"the save planner made write items for {name} with different tensor shapes or "
+                    "dtypes"
+                )
         collected.add_tensor(name, data.size, data.properties, chunks)
     made = collected.table(plan.planner_data)
     made.check_names()
@@ -127,7 +136,9 @@ class _Collected:
         dims = len(shape)
         plain = type(properties) is TensorProperties and type(chunks) is list
         if not plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
-            raise NotInColumnsError(f"the properties or chunks of {name} are of an unknown class")
+            raise NotInColumnsError(
+                f"the properties or chunks of {name} are not of torch's classes"
+            )
         offsets = [chunk.offsets for chunk in chunks]
         sizes = [chunk.sizes for chunk in chunks]
         if set(map(len, offsets)) | set(map(len, sizes)) | {dims} != {dims}:
@@ -142,7 +153,7 @@ class _Collected:
                 flat.extend(itertools.chain.from_iterable(of_chunks))
         except (TypeError, OverflowError) as exc:
             raise NotInColumnsError(
-                f"the offsets or sizes of a chunk of {name} are not integers"
+                f"the offsets or sizes of a chunk of {name} are not 64-bit integers"
             ) from exc
         self._per_dims[dims] += len(chunks)
         self._add(name, Form(shape, properties.dtype, properties.requires_grad), len(chunks))
@@ -176,9 +187,14 @@ class _Collected:
 def _paths(planner_data: Any) -> Paths | None:
     if planner_data is None:
         return None
-    for name, path in planner_data.items() if type(planner_data) is dict else [("", None)]:
+    if type(planner_data) is not dict:
+        raise NotInColumnsError(f"planner_data is a {type(planner_data).__name__}, not a dict")
+    for name, path in planner_data.items():
         if type(name) is not str or type(path) is not tuple or not all(map(_is_element, path)):
-            raise NotInColumnsError(f"planner_data has {name!r}, which is not as torch's planner's")
+            raise NotInColumnsError(
+                f"planner_data maps {name!r} to a path that is not a tuple of strings and "
+                "non-negative integers, or this name is not a string"
+            )
     return planner_data  # type: ignore[no-any-return]
 
 

@@ -35,13 +35,13 @@ def lazy_metadata(record: Record) -> Metadata:
 
 
 def record_behind(metadata: Metadata) -> Record | None:
-    """Returns the record that :func:`lazy_metadata` was given for this metadata; else None."""
+    """Returns the record of metadata made by :func:`lazy_metadata`, or None for other metadata."""
     described = metadata.state_dict_metadata
     return described.record if isinstance(described, _Described) else None
 
 
 def table_behind(metadata: Metadata) -> Table | None:
-    """Returns the table that :func:`lazy_metadata` was given for this metadata; else None."""
+    """Returns the table of metadata made by :func:`lazy_metadata`, or None for other metadata."""
     record = record_behind(metadata)
     return None if record is None else record.table
 

@@ -40,7 +40,7 @@ __all__ = ["Manifest", "Planned", "earlier_objects"]
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of all ranks: what each writes, in this save and in later ones of the structure.
+    """The plan of all ranks: what each writes in this save, and in later ones of this structure.
 
     It is made before the ranks write, so that their own plans need not be kept meanwhile.
 
@@ -74,7 +74,8 @@ class Planned:
             uri: The checkpoint, for messages.
 
         Raises:
-            IncompleteSaveError: If no rank writes an item that the metadata promise.
+            IncompleteSaveError: If no rank writes an item that the metadata promise, or a rank
+                writes an item that they do not list.
             UnsupportedValueError: If the metadata have other classes than those of torch's
                 planners.
         """
@@ -142,7 +143,8 @@ class Planned:
             made.check_extents()
         except ValueError as exc:
             raise IncompleteSaveError(
-                f"a rank wrote other objects than it reported: {exc}; nothing was committed",
+                f"the ranks' reports of what they wrote are inconsistent: {exc}; nothing was "
+                "committed",
                 uri=uri,
             ) from exc
         return made

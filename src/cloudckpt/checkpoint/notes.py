@@ -43,8 +43,8 @@ class Notes:
         metrics: Numbers by which to compare checkpoints.
         user: Anything else that JSON can hold.
         job: The random name of the job that saved the checkpoint in a run; empty if unknown.
-        continues: For each earlier job that this one continues, the last step before this one took
-            over, the earliest job first.
+        continues: By the name of each earlier job that this job continues, the step from which the
+            next job went on; the earliest job comes first.
     """
 
     step: int | None = None
@@ -124,9 +124,7 @@ class Notes:
         return cls(step=step, metrics=metrics, user=user, job=job, continues=continues)
 
     def is_same_training(self, other: Notes) -> bool:
-        """Whether the checkpoint of the notes ``other`` is of this job, or of one that it
-        continues.
-        """
+        """Whether this job, or a job that it continues, saved the checkpoint with these notes."""
         last = self.continues.get(other.job, -1)
         return other.job == self.job or (other.step is not None and other.step <= last)
 
@@ -166,13 +164,14 @@ def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
         # torch raises RuntimeError for tensors of many elements
         except (TypeError, ValueError, OverflowError, RuntimeError):
             raise ConfigError(
-                f"metrics: {name!r}={value!r} is not a number: give an int or a float"
+                f"metrics: {name!r}={value!r} is not a number, or its name is not a string: give "
+                "an int or a float"
             ) from None
     return found
 
 
 def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Notes:
-    """Reads the notes of a committed checkpoint; empty if it has none, or another writer's.
+    """Reads the notes of a committed checkpoint; returns empty notes if none were saved with it.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.

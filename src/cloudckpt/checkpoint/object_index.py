@@ -171,7 +171,11 @@ class ObjectIndex:
         self, item: str, code: int, head: int, tail: int, raw: int, first: int, stop: int
     ) -> IndexItem:
         algorithm, dtype = self._algorithm, _TYPES.get(code)
-        if (dtype is None and code) or (not code and (head or tail)):
+        if not code and (head or tail):
+            raise self._corrupt(
+                "the index of the object is invalid: a pickled value has an envelope", item=item
+            )
+        if dtype is None and code:
             raise self._corrupt(
                 f"this torch does not know the element type with code {code}: install a newer "
                 "torch",

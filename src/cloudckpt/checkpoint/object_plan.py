@@ -219,7 +219,7 @@ STATE = 0
 
 
 class StoredForm(NamedTuple):
-    """The layout of an item in an object: envelope, size and element type, whatever its values.
+    """The layout of an item in an object: envelope, size and element type, but not its values.
 
     Attributes:
         head: The envelope before the item's bytes.
@@ -250,7 +250,7 @@ class ObjectPlan:
         object: The number of the object among those of the rank.
         way: How the items are sent.
         buffer: The number of the buffer that holds their bytes.
-        starts: The offset of each item in that buffer.
+        starts: The offset of each item in that buffer, in bytes.
         forms: The form of each item.
         names: The names of the items, for messages.
         expected: The checksums of each item's blocks, if they were computed before; else empty.

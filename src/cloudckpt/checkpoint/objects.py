@@ -132,7 +132,7 @@ _DRAWN = re.compile(
 
 
 def is_drawn_name(name: str) -> bool:
-    """Whether a name has a random part that only cloudckpt makes: any of the five kinds above.
+    """Whether only cloudckpt makes such a name: of data, a pending object, a mark, or a test.
 
     Each such name has one purpose, and is never reused.
     """
@@ -160,7 +160,8 @@ def checked(name: object, uri: str) -> str:
         del parts[0]
     if not name or _UNUSABLE.search(name) or "" in parts or "." in parts or ".." in parts:
         raise CheckpointCorruptError(
-            f"invalid metadata: it names an object outside of the checkpoint: {name[:200]!r}",
+            "invalid metadata: the name of an object leads out of the checkpoint, or is invalid: "
+            f"{name[:200]!r}",
             uri=uri,
         )
     return name
@@ -224,10 +225,12 @@ class WrittenObject:
         numbers = made.rank, made.ordinal, made.size, made.checksum, made.index_size, made.index_crc
         if any(type(number) is not int or not 0 <= number < 1 << 64 for number in numbers):
             raise ValueError(
-                "invalid metadata record: a number of an object is negative or too large"
+                "invalid metadata record: a number of an object is not an unsigned 64-bit integer"
             )
         if not made.index_size <= made.size < 1 << 63:
-            raise ValueError("invalid metadata record: an object is smaller than its index")
+            raise ValueError(
+                "invalid metadata record: an object is smaller than its index, or larger than any"
+            )
         check_attempt(made.attempt)
         if made.folder != "":
             check_folder(made.folder)

@@ -96,7 +96,7 @@ class Pending:
             return _parse(bytes(data))
         except (ValueError, LookupError, TypeError, RecursionError, struct.error) as exc:
             raise CheckpointCorruptError(
-                "the file that a saving process left for the next job can't be read: it is "
+                "the object that a saving process left for the next job can't be read: it is "
                 "damaged, or was written by a newer cloudckpt",
                 uri=uri,
                 cause=exc,

@@ -93,7 +93,7 @@ class Stub:
 
 
 class Unpickler(pickle.Unpickler):
-    """Python's unpickler, with a stub class for each name but a few that nothing can change."""
+    """Python's unpickler, with a stub class for each name, except a few harmless classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = full_name(module, name)

@@ -137,7 +137,7 @@ class Places:
         self._read_indexes(names, store, config, TransferStats(str(self._uri)), damaged)
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
-        """Returns the byte ranges of items: payloads with checksums, or all bytes without indexes.
+        """Returns the payloads of items, with checksums; without their index, all bytes of items.
 
         Raises:
             CheckpointCorruptError: If an item has no location, or a contradictory one.
@@ -226,8 +226,9 @@ class Places:
         return _Item(index, name, whole, shape, entry.transform_descriptors or ())
 
     def _nowhere(self, index: MetadataIndex) -> CheckpointCorruptError:
+        part = "" if index.offset is None else f" (offsets {[*index.offset]})"
         return self._corrupt(
-            f"invalid metadata: it has no location for {index.fqn} (offsets {index.offset}): "
+            f"invalid metadata: it has no location for {index.fqn}{part}: "
             "restore the object, or load an older checkpoint",
             index,
         )
@@ -240,8 +241,9 @@ class Places:
         stats: TransferStats,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> None:
-        """Reads the indexes of objects that are not yet read; ``names``: an item
-        of each object.
+        """Reads the indexes of objects that are not yet read.
+
+        ``names`` has, by object, the name of an item in it for messages.
         """
         records = [
             self._objects[name]
@@ -260,9 +262,9 @@ class Places:
             if isinstance(error.__cause__, ObjectNotFoundError) and folders.get(error.uri or ""):
                 beside = self._uri.beside(folders[error.uri or ""])
                 error.message += (
-                    f"; the object is shared with the checkpoint {beside}, and a copy without "
-                    "that checkpoint can't be loaded. Copy both, or use cloudckpt cp, which "
-                    "makes a self-contained copy"
+                    f"; the object belongs to the checkpoint {beside}, which this checkpoint "
+                    "shares it with: restore it. If this checkpoint is a copy, copy both, or use "
+                    "cloudckpt cp, which makes a self-contained copy"
                 )
             damaged(error)
             lost.add(error.uri)
@@ -279,7 +281,7 @@ class Places:
             except CheckpointCorruptError as error:
                 if config.verify:
                     raise
-                logger.warning("checksums can't be verified for this object: %s", error)
+                logger.warning("this object is read without checking its checksums: %s", error)
                 self._indexes[record.name] = None  # both ends of its items are read instead
 
     def _index_bytes(self, record: WrittenObject, item: str) -> StoredBytes:

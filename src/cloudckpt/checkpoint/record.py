@@ -177,7 +177,7 @@ class Record:
         if not self.unmoved:
             return self
         if earlier.digest() != self.unmoved:
-            raise ValueError("the items are not where the earlier save wrote them")
+            raise ValueError("the locations of the items are not those of the earlier save")
         return dataclasses.replace(self, extents=earlier, unmoved="")
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
@@ -205,7 +205,8 @@ class Record:
             if not bool(is_inside.all()):
                 name = self.table.name_of(start + int((~is_inside).nonzero()[0]))
                 raise ValueError(
-                    f"invalid metadata record: {name[:200]} lies outside of its object"
+                    f"invalid metadata record: {name[:200]} lies outside of its object, or its "
+                    "object is not listed"
                 )
 
     def to_bytes(self, most: int | None = None) -> bytes:
@@ -255,7 +256,7 @@ class Record:
         most: int | None = None,
         known: Heads | None = None,
     ) -> Record:
-        """Parses a record; the checksum of one that comes from a store was verified before.
+        """Parses a record, whose checksum was verified before if it comes from a store.
 
         Args:
             data: The result of :meth:`to_bytes`.
@@ -280,7 +281,7 @@ class Record:
             struct.error,
         ) as exc:
             raise CheckpointCorruptError(
-                "the metadata is invalid: it is damaged, or was written by a newer cloudckpt; "
+                "the metadata is invalid: it is damaged, or a newer cloudckpt or torch wrote it; "
                 "install that, or load an older checkpoint",
                 uri=uri,
                 cause=exc,
@@ -354,11 +355,13 @@ def _with_columns(head: _Head, packed: PackedColumns) -> Record:
             offsets = packed.matrix(count, dims)
             table.chunks[dims] = Chunks(offsets, packed.matrix(count, dims))
         if rows not in (0, table.count):
-            raise ValueError("invalid metadata record: it has not as many locations as chunks")
+            raise ValueError(
+                "invalid metadata record: it has a location for some of its rows, but not for all"
+            )
         if bool(((whole < 0) | (whole >= names)).any()):
             raise ValueError("invalid metadata record: the number of a name is out of range")
     if packed.left:
-        raise ValueError("invalid metadata record: it has more columns than expected")
+        raise ValueError("invalid metadata record: it has bytes after its last column")
     return dataclasses.replace(head.record, table=table, extents=extents, times=times, whole=whole)
 
 
@@ -426,7 +429,7 @@ def _described_form(form: Form) -> list[Any] | None:
             f"an attribute of torch, or it has more than {_MOST_DIMS} dimensions"
         )
     if type(form.requires_grad) is not bool:
-        raise ValueError("requires_grad is not a bool")
+        raise ValueError(f"requires_grad of a tensor is {form.requires_grad!r}, which is no bool")
     return [form.shape, dtype, form.requires_grad]
 
 

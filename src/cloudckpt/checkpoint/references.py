@@ -196,7 +196,8 @@ class Hold:
 
     def _damaged(self, record: WrittenObject, what: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(
-            f"its object {record.name} {what}: run cloudckpt verify on this checkpoint",
+            f"in the checkpoint {self.base}, the object {record.name} {what}: run cloudckpt verify "
+            f"{self.base}",
             uri=str(self.base),
         )
 
@@ -226,9 +227,10 @@ def _check_readable(
     kind, own = said.checksum, store.capabilities.checksum
     if kind is not own:  # a copy from another cloud keeps that cloud's algorithm
         raise ConfigError(
-            f"its objects have {'no checksums' if kind is None else f'{kind.name} checksums'}, "
-            f"but this store needs {own.name}, and a checkpoint has one kind: save without a "
-            "base, or with a base from this store",
+            f"the objects of the checkpoint {base} have "
+            f"{'no checksums' if kind is None else f'{kind.name} checksums'}, but this store needs "
+            f"{own.name}, and a checkpoint can't mix them: save without a base, or with one that "
+            "was saved to this store",
             uri=str(base),
         )
     for folder in folders:
@@ -335,7 +337,7 @@ def protected(
 ) -> set[str]:
     """Returns the data objects among ``wanted`` that another checkpoint or save still needs.
 
-    Folders are listed concurrently, and so are the checkpoints read that refer to them.
+    The folders are listed, and the checkpoints that refer to them are read, concurrently.
 
     Args:
         store: The store.
@@ -400,7 +402,8 @@ class _Protection:
         uri = self._uri.beside(referring)
         said = commit_at(self._store, uri, self._retrier) if referring else None
         if said is None or said.record is None or said.record.attempt != _attempt_of(mark):
-            logger.info("%s is kept, as a save may refer to it", self._uri.beside(folder))
+            inside = self._uri.beside(folder)
+            logger.info("objects of %s are kept, as an uncommitted save may refer to them", inside)
             kept |= wanted
         else:
             kept |= wanted & data_keys(uri, said).get(folder, set())
@@ -444,7 +447,7 @@ def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
         return None
     except (ObjectTooLargeError, ValueError, LookupError, TypeError, RecursionError) as error:
         logger.warning(
-            "the mark %s of an unfinished save can't be read, so what it protects is kept: %s",
+            "the mark %s can't be read, so all objects that it may protect are kept: %s",
             store.uri(key),
             error,
         )

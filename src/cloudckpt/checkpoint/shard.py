@@ -85,7 +85,7 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
     elif tensor.is_nested:
         kind = "a nested tensor: save its components instead"
     elif tensor.layout != torch.strided:
-        kind = f"a tensor of layout {tensor.layout}: save its indices and values instead"
+        kind = f"a tensor of layout {tensor.layout}: save its to_dense() or its components instead"
     elif not has_stored_form(tensor.dtype) or str(tensor.dtype).startswith("torch.bits"):
         kind = f"of type {tensor.dtype}, which torch can't save: view it as another type"
     elif not travels_as_bytes(tensor) and not has_memory(tensor):
@@ -249,7 +249,7 @@ class _OwnMemory:
 
 
 class _SendHere:
-    """Sends with threads of this process, while the layout goes on."""
+    """Sends with threads of this process, while the layout still makes plans."""
 
     outlives = False
 

@@ -175,7 +175,7 @@ class _Tree:
         node.entries[path[-1]] = value
 
     def node(self, path: Path, *, create: bool = True) -> _Node | None:
-        """Returns the container at a path; None if a value is in the way, or it is not created."""
+        """Returns the container at a path, or None if it can't exist or is not to be created."""
         node = self._root
         for element in path:
             inner = node.entries.get(element)
@@ -204,7 +204,7 @@ class _Tree:
                 length = max(entries) + 1  # type: ignore[operator]
                 holes -= length - len(entries)
                 if holes < 0:
-                    raise ValueError(f"{element!r} has fewer entries than its length")
+                    raise ValueError(f"the list {element!r} has too many missing entries")
                 made = [entries.get(index) for index in range(length)]
             else:
                 made = {node.keys.get(name, name): value for name, value in entries.items()}
@@ -247,7 +247,10 @@ def _plain(key: Any) -> Key:
 def _path(value: Any) -> Path:
     is_path = isinstance(value, (list, tuple)) and len(value) <= _DEEPEST
     if not is_path or not all(type(one) is str or (type(one) is int and one >= 0) for one in value):
-        raise ValueError("invalid path in a state dict: it is too long, or has other elements")
+        raise ValueError(
+            "invalid path in a state dict: it is too long, or not a list of strings and "
+            "non-negative integers"
+        )
     return tuple(value)
 
 

@@ -34,7 +34,7 @@ _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 
 class Form(NamedTuple):
-    """The type of a named item: a value, or a tensor.
+    """The shape and type that a named item has, if it is a tensor; else the form of a value.
 
     Of torch's ``TensorProperties``, the layout, the memory format and whether a tensor was pinned
     are left out: they say how it was in memory, and no reader uses them.
@@ -86,7 +86,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunks:
-    """The boxes that chunks fill in their tensors, for one number of dimensions.
+    """The offsets and sizes of all chunks of tensors that have the same number of dimensions.
 
     Attributes:
         offsets: Each chunk's first element in its tensor: one row per chunk, one column per
@@ -137,7 +137,7 @@ class Table:
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
-        """The number of each name's first chunk, among chunks of as many dimensions."""
+        """The number of each name's first chunk, among the chunks of as many dimensions."""
         places = torch.zeros_like(self.counts)
         for dims in self.chunks:
             counts = self.counts[of_dims := self.dims == dims]
@@ -168,7 +168,10 @@ class Table:
             yield name, Entry(self.forms[form], *numbers)
 
     def rows(self, indices: Sequence[MetadataIndex]) -> torch.Tensor:
-        """Returns the rows of items, or -1; hints are used if they lead to the right offsets."""
+        """Returns the row of each item, or -1 for an item that the table does not have.
+
+        The hint in an index is used if it leads to the right offsets.
+        """
         found: list[int] = []
         by_dims: dict[int, list[tuple[int, Entry, int]]] = {}
         for number, index in enumerate(indices):

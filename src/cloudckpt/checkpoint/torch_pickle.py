@@ -53,7 +53,7 @@ def metadata_pickle(record: Record) -> bytes:
 
 
 def _state_of(properties: TensorProperties) -> tuple[Any, ...]:
-    """Reduces properties without the strides of torch 2.15, which an older torch can't read."""
+    """Returns how to pickle properties without strides, which torch before 2.15 can't read."""
     state = (
         *(properties.dtype, properties.layout, properties.requires_grad),
         *(MemoryFormat.TORCH_CONTIGUOUS_FORMAT, properties.pin_memory),
@@ -114,13 +114,13 @@ class _Opcodes:
         self._count += 1
 
     def _remember(self, value: Any) -> None:
-        """Puts a value into the memo, for all values that contain it; there are at most 256."""
+        """Puts a value into the memo, for use by later values; the memo has room for 256."""
         if (code := _coded(value)) not in self._gets:
             self._memoize(self._short(value))
             self._gets = {code: b"h" + bytes([self._count - 1]), **self._gets}
 
     def _short(self, value: Any) -> bytes:
-        """Returns the opcodes that make a value, of those in the memo as far as possible."""
+        """Returns the opcodes that make a value, with parts from the memo where possible."""
         code = _coded(value)
         for known, get in self._gets.items():
             code = code.replace(known, get)

@@ -92,8 +92,9 @@ def untrusted(
     """Returns the error for a value that needs code that is not allowed."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(cause))
     named = re.search(r"GLOBAL (\S+)", text)
+    problem = "it is damaged, or needs" if named is None else "it needs"
     return UntrustedPickleError(
-        f"{what} can't be loaded without running code that is not on torch's allow-list: if you "
+        f"{what} can't be loaded: {problem} code that is not on torch's allow-list. If you "
         "trust everyone who can write to this location, pass trust_pickle=True, or allow the "
         "class by torch.serialization.add_safe_globals([...])",
         uri=uri,
@@ -142,15 +143,16 @@ def load_item(
         if map_location != "cpu":
             check_trusted(data, item, uri)  # raises, too, if the item itself can't be read
             raise CheckpointError(
-                f"{item} contains tensors of a device that this machine does not have: load it "
-                'without a state dict and with default_map_location="cpu"',
+                f"{item} contains tensors that can't be put onto their device, which this machine "
+                "lacks or which is out of memory: load it without a state dict and with "
+                'default_map_location="cpu"',
                 uri=uri,
                 item=item,
                 cause=exc,
             ) from exc
         raise CheckpointCorruptError(
-            f"{item} can't be unpickled: it is damaged, or its class has changed; load an older "
-            "checkpoint, or leave it out of the state dict",
+            f"{item} can't be unpickled: it is damaged, or its class has changed or can't be "
+            "imported; load an older checkpoint, or leave it out of the state dict",
             uri=uri,
             item=item,
             cause=exc,
@@ -178,7 +180,7 @@ def load_tensor(
 
 
 def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
-    """Loads like ``torch.load`` with ``weights_only``, and accepts this module's values as well.
+    """Loads like ``torch.load`` with ``weights_only``, or else as this module's docstring says.
 
     Raises:
         pickle.UnpicklingError: If the file needs any other code.

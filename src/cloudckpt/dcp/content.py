@@ -265,7 +265,7 @@ class _Own:
         [(self.name, self.state)] = inner.items()
 
     def takes(self, names: Mapping[str, Path], metadata: Metadata) -> bool:
-        """Whether saved values are loaded in place: it has tensors, or the same names of values."""
+        """Whether saved values are loaded into this value: it has tensors, or their exact names."""
         flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]
         if any(isinstance(value, torch.Tensor) for value in flat.values()):
             return True
@@ -333,8 +333,8 @@ def _fill(value: Any, state: Any, name: str) -> None:
         if not isinstance(value, torch.optim.Optimizer):
             raise
         raise ShapeMismatchError(
-            f"{name} has other parameter groups than the saved optimizer, and both number their "
-            "parameters: make it with the same ones, or take both states by name, from "
+            f"{name} does not accept the saved state of an optimizer: make it with the same "
+            "parameter groups, or save and load the state by names of parameters, with "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
             item=name,
             cause=exc,

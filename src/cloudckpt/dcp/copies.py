@@ -109,7 +109,7 @@ class Described(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The items that a rank has in common with others, and compares at each save by one plan.
+    """The items that a rank has in common with others, and compares at each save of a plan.
 
     Attributes:
         sets: The weight of this rank in each set, and the items.
@@ -120,7 +120,7 @@ class Copies(NamedTuple):
     samples: bool
 
     def weighed(self, planner: SavePlanner) -> int:
-        """Returns this rank's number: all ranks' add up to zero if all copies are the same."""
+        """Returns a number, such that those of all ranks add up to zero if all copies are equal."""
         total = 0
         for weight, items in self.sets:
             values = (_value(item, planner) for item in items)
@@ -252,7 +252,7 @@ def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses:
         f"{first_few((unlike[name] for name in news), '; ', _NAMED)}. If each rank has its own "
         "value, wrap it in cloudckpt.per_rank(value), or put the rank, the stage or the expert "
         f"into its name, for example {{f'{first}.{{rank}}': ...}}; if all ranks share it, make it "
-        "equal before the save, for example by a broadcast. replicas='trust' turns this "
+        "equal before the save, for example by a broadcast. Config(replicas='trust') turns this "
         "comparison off"
     )
     if refuses:

@@ -273,7 +273,7 @@ class _Items:
         return table, rows
 
     def _chunks_of(self, dims: int, items: torch.Tensor) -> Chunks:
-        """Returns the chunks with a number of dimensions among some items."""
+        """Returns the chunks, among these items, of tensors with ``dims`` dimensions."""
         place_of = torch.full((self.starts[-1],), -1, dtype=torch.int64, device="cpu")
         place_of[self._rows[dims]] = counted(0, self._rows[dims].numel())
         places = place_of[items]
@@ -362,7 +362,7 @@ def _validate(table: Table, ranks: int) -> None:
 
 
 def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:
-    """Yields the numbers of the tensors' names whose chunks do not obviously fill them."""
+    """Yields the numbers of the tensors whose chunks may overlap or leave gaps."""
     elements = column_of([math.prod(form.shape or ()) for form in table.forms])
     for dims, chunks in table.chunks.items():
         if not dims:

@@ -50,7 +50,7 @@ def agree_on_base(
     *,
     is_planned: bool,
 ) -> Base | None:
-    """Agrees on the base of a save; returns its items that this rank needs, or None without a base.
+    """Agrees on the base of a save; returns the items of it that this rank needs; None without one.
 
     A rank that took part in the save that made the base remembers them itself. If some rank did
     not, or the plan is new, so that items may have moved between ranks, every rank gets the items
@@ -111,7 +111,7 @@ def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None
 def _held(writer: CloudStorageWriter, base: CheckpointURI | None) -> Hold | None:
     """Returns a hold on ``base`` (default: the newest sibling); None if it can't be held."""
     uri, config = writer.uri, writer.config
-    why: object = "it has no digests, or is being replaced. Save it with Config(incremental=True)"
+    why: object = "it was not saved with Config(incremental=True), or is being replaced or deleted"
     try:
         store = open_store(uri, config)
         base = base or newest_beside(store, uri, config, writer.notes)
@@ -127,9 +127,10 @@ def _held(writer: CloudStorageWriter, base: CheckpointURI | None) -> Hold | None
 
 def _tell_no_base(uri: CheckpointURI, base: CheckpointURI | None, why: object) -> None:
     logger.warning(
-        "%s: %s can't be the base of this incremental save, so everything is uploaded: %s",
+        "%s: %s can't be the base of this incremental save, which uploads everything unless it "
+        "finds another base: %s",
         uri,
-        base or "nothing",
+        base or "an earlier checkpoint",
         why,
     )
 
@@ -178,7 +179,7 @@ def _steps(members: dist.ProcessGroup | None, uri: CheckpointURI) -> _Steps:
 def newest_beside(
     store: ObjectStore, uri: CheckpointURI, config: Config, notes: Notes | None = None
 ) -> CheckpointURI | None:
-    """Returns the newest committed step in the same folder, by the numbers in the names.
+    """Returns the newest committed step in the folder of ``uri``, by the numbers in the names.
 
     A step's name differs from this checkpoint's in the numbers only, or, if that has no number, has
     any. A folder such as ``best`` would stay a base for long, and keep what it shares. A checkpoint

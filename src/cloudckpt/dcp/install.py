@@ -94,9 +94,9 @@ def _in_torch(module: str, name: str, *parameters: str) -> Any:
     has = tuple(inspect.signature(found).parameters) if callable(found) else ()
     if has[: len(parameters)] != parameters:
         raise InstallError(
-            f"this cloudckpt does not know this torch, whose {module}.{name} takes "
-            f"{', '.join(has) or 'nothing'}: use cloudckpt.save and cloudckpt.load, or install "
-            "another version of torch or cloudckpt"
+            f"this cloudckpt does not know this torch, whose {module}.{name} "
+            f"{'takes ' + ', '.join(has) if has else 'is missing'}: use cloudckpt.save and "
+            "cloudckpt.load, or install another version of torch or cloudckpt"
         )
     return found
 
@@ -161,9 +161,9 @@ def _becoming(kind: Any, ours: type[Any]) -> Callable[..., None]:
         for name, value in given.items():
             if name not in _HEEDED and value and value != signature.parameters[name].default:
                 raise ConfigError(
-                    "cloudckpt does not support "
-                    f"{', '.join(value) if isinstance(value, dict) else name}: leave it out, "
-                    "and pass options by cloudckpt.install(config=...)",
+                    f"torch's {kind.__name__} can't take "
+                    f"{', '.join(value) if isinstance(value, dict) else name} with a URI: leave it "
+                    "out, and pass options by cloudckpt.install(config=...)",
                     uri=uri,
                 )
         self.__class__ = ours  # __new__ can't be removed from a class without a trace

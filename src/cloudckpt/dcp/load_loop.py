@@ -264,7 +264,7 @@ class _Load:
     def _prepare(
         self, plan: LoadPlan, shares: str, until_the_end: contextlib.ExitStack
     ) -> Offer | None:
-        """Locates the bytes of a plan; returns what ranks may share, if they share reads."""
+        """Locates the bytes of a plan; returns the reads that ranks may share, or None."""
         self._plan = self._planner.finish_plan(plan)
         if self._ours is None:
             return None

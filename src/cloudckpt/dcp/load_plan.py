@@ -228,7 +228,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
-        """Returns the dicts that are empty in the state dict only, and the saved contents."""
+        """Returns the dicts that are empty here, but not in the checkpoint, and a text for each."""
         names = {".".join(map(str, path)) for path in self._flat.empty}
         counts: Counter[str] = Counter()
         for parts in (name.split(".") for name in table.names) if names else ():
@@ -314,7 +314,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             del self.state_dict[name]
 
     def _tied(self, missing: Sequence[str]) -> dict[str, str]:
-        """Returns the missing tensors that share memory with a loaded one, and that one's name."""
+        """Returns the missing tensors that share memory with a loaded tensor, and its name."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         loaded = {
@@ -578,7 +578,7 @@ def _reads(
     """Plans the reads of a tensor for one of this rank's chunks of it.
 
     Returns:
-        The reads, and whether they are all of one saved chunk, or none.
+        The reads, and whether they read exactly one whole saved chunk, or nothing.
     """
     is_as_saved = True
     rows: Sequence[int] = range(len(offsets))

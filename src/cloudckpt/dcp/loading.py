@@ -132,7 +132,7 @@ class SharedReads:
         return [segments[number] for number in sorted(alone)]
 
     def leave(self) -> None:
-        """Ends the exchange for the other ranks, if this rank has failed before its end."""
+        """Ends the exchange for the other ranks, if this rank has failed before the end of it."""
         if not self._is_over:
             break_off(self._group)
 
@@ -245,7 +245,7 @@ class Load:
 
         Raises:
             CheckpointCorruptError: If an item has no location, or does not fit its metadata.
-            ShapeMismatchError: If the planner's tensor has not the planned shape.
+            ShapeMismatchError: If the planner's tensor does not have the planned shape.
             UnsupportedTensorError: If the planner's tensor can't be filled.
         """
         indices = [item.storage_index for item in plan.items]
@@ -358,7 +358,7 @@ class Load:
         return sink
 
     def _round_for(self, target: torch.Tensor, owner: MetadataIndex) -> list[Wanted]:
-        """Returns the round in which to fetch a box: after all tensors that share memory with it.
+        """Returns the reads of a tensor's round, which is after those of all that share its memory.
 
         As in torch, the last of these tensors determines the values. Fetched in the same round,
         they would seem damaged.

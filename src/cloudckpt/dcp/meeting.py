@@ -178,7 +178,7 @@ class Consensus:
         return {one.earlier for one in self.statuses if one.earlier is not None}
 
     def raise_on_all_ranks(self, when: str = "before it began") -> None:
-        """Raises the error because of which the ranks can't begin, the same on all, if any.
+        """Raises the error in which the meeting results, the same on all ranks, if any.
 
         Raises:
             BaseException: See :meth:`objection`.
@@ -187,7 +187,7 @@ class Consensus:
             raise error
 
     def objection(self, when: str = "before it began") -> BaseException | None:
-        """Returns the error because of which the ranks can't begin, the same on all, or None.
+        """Returns the error in which the meeting results, the same on all ranks; None without one.
 
         Args:
             when: When the failures happened, for the message.
@@ -382,7 +382,7 @@ class Meeting:
         divide: Callable[[list[T]], list[T]],
         uri: str | None,
     ) -> T:
-        """Returns this rank's part of what the first rank makes of all values; a collective call.
+        """Returns a part for this rank, which the first rank makes of all values; collective.
 
         No other rank gets the values of all.
 

@@ -105,8 +105,8 @@ def _in_a_value(missing: str, stored: Collection[str]) -> str:
     if found is None:
         return ""
     return (
-        f"; it has {found!r} itself, a tensor or a value without entries, such as an object that "
-        "torch.distributed.checkpoint has saved whole from within a dict: put a single value "
+        f"; the checkpoint has {found!r} itself, a tensor or a value without entries, such as an "
+        "object that torch.distributed.checkpoint has saved as one value: put a single value "
         f"there to load it, or {_STRICT}"
     )
 
@@ -120,8 +120,8 @@ def _of_optimizer(missing: str, stored: Collection[str]) -> str:
     saved = [name.removeprefix(beneath) for name in stored if name.startswith(beneath)]
     if saved and bool(_NUMBERED.fullmatch(saved[0])) != bool(_NUMBERED.fullmatch(found[2])):
         return (
-            "; one of both optimizers names its state by parameters, the other by numbers: take "
-            "the state from torch.distributed.checkpoint.state_dict.get_state_dict(model, "
+            "; the state of one optimizer has the names of parameters, that of the other their "
+            "numbers: take it from torch.distributed.checkpoint.state_dict.get_state_dict(model, "
             "optimizer) on both sides, or from optimizer.state_dict()"
         )
     return (

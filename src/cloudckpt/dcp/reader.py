@@ -65,7 +65,7 @@ KeyMapping = Callable[[str], "str | None"]
 
 
 class Model(Protocol):
-    """A model in other files than a checkpoint's, which is read like one."""
+    """A model in files of another format, which is read like a checkpoint."""
 
     committed: ObjectInfo
 
@@ -149,7 +149,7 @@ class CloudStorageReader(OurReader):
 
     @property
     def structure(self) -> Structure:
-        """The nesting of the saved state dict, beyond what torch's metadata express.
+        """The keys and empty dicts of the saved state dict that torch's metadata omit.
 
         Empty until the metadata are read.
         """
@@ -334,7 +334,7 @@ class CloudStorageReader(OurReader):
         self._places = self.places_in(metadata)
 
     def places_in(self, metadata: Metadata) -> Places:
-        """Returns what locates the items of the metadata that this reader has read last.
+        """Returns the locations of the items in the metadata that this reader has read last.
 
         Raises:
             CheckpointCorruptError: If the metadata have no locations.

@@ -29,8 +29,8 @@ _ROWS = {
     "unexpected": "in the checkpoint only",
     "converted": "converted",
     "left_alone": "left as it was, although the checkpoint has an entry of this name",
-    "optimizer": "optimizer state not loaded, as the state dict has no entries for it: one "
-    "that has made no step, or whose parameters are frozen, has none; take both from "
+    "optimizer": "optimizer state not loaded, as the state dict has no entries for it: an "
+    "optimizer that has made no step, or whose parameters are frozen, has none; take both from "
     "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
     "doubtful": "loaded, and changed by torch",
 }

@@ -202,7 +202,7 @@ class SaveLoop:
     def _contents_beside(
         self, writer: CloudStorageWriter, *, is_planned: bool
     ) -> Callable[[SavePlan], Contents | None]:
-        """Agrees on the base of an incremental save; returns what makes a plan's ``Contents``."""
+        """Agrees on the base of an incremental save; returns a function that makes ``Contents``."""
         if not writer.is_incremental:
             return lambda plan: None
         base = incremental.agree_on_base(self._ranks, self._group, writer, is_planned=is_planned)
@@ -259,7 +259,7 @@ class SaveLoop:
         return planned[0] if planned else committed_metadata(writer.uri, writer.config, done)
 
     def _local_plan(self, *, compares: bool) -> tuple[SavePlan, Structure]:
-        """Plans this rank's items; returns also what flattening has lost."""
+        """Returns a plan of this rank's items, and the keys and empty dicts lost by flattening."""
         writer, planner, structure = self._writer, self._planner, Structure()
         given: dict[str, Any] = {
             "state_dict": self._state_dict,

@@ -339,7 +339,7 @@ def ref_to(group: dist.ProcessGroup | None) -> GroupRef:
 
 @dataclass(frozen=True, eq=False)
 class OfAllRanks:
-    """The coordinator's part of a cache entry: the plan and the locations of all ranks.
+    """The plan and the locations of all ranks, which the coordinator keeps for later saves.
 
     Attributes:
         planned: The plan of all ranks.
@@ -364,7 +364,7 @@ class KnownPlan:
         structure: The nesting that flattening has lost.
         plan: The plan of the items that this rank writes.
         copies: The items that this rank has in common with others.
-        of_all: On the coordinator, what it knows of all ranks.
+        of_all: On the coordinator, the plan and the locations of all ranks.
         names: The flat names of the values, in the outline's order.
         mappings: The paths of the values, by their names.
         digest: The digest of ``plan``.
@@ -396,7 +396,7 @@ class KnownPlan:
     record: bytes | None = None
 
     def finished(self, planner: DefaultSavePlanner) -> KnownPlan:
-        """Returns the plan as the planner finishes it, with what later saves by it need."""
+        """Returns the plan as the planner finishes it, with the data that later saves need."""
         plan = planner.finish_plan(self.plan)
         made = replace(self, plan=plan, expected=expected_size(plan.items))
         if self.outline is None:
@@ -442,7 +442,7 @@ _lock = module_lock()
 def find(
     group: dist.ProcessGroup | None, flags: tuple[Any, ...], outline: Outline
 ) -> KnownPlan | None:
-    """Returns the entry for a state dict of this outline; None if no entry fits."""
+    """Returns the kept plan for a state dict of this outline; None if no plan fits."""
     with _lock:
         for entry in _entries:
             if entry.group == ref_to(group) and entry.flags == flags and entry.outline == outline:
@@ -451,23 +451,23 @@ def find(
 
 
 def drop(entry: KnownPlan) -> None:
-    """Drops an entry when a save by it begins; the save keeps it again once it has committed.
+    """Drops a kept plan when a save by it begins; the save keeps it again once it has committed.
 
-    A failed save leaves no entry, since ranks may have seen different outcomes.
+    A failed save leaves no kept plan, since ranks may have seen different outcomes.
     """
     with _lock:
         _entries[:] = [other for other in _entries if other is not entry]
 
 
 def remember(entry: KnownPlan) -> None:
-    """Keeps an entry, replacing one for the same structure."""
+    """Keeps a plan for later saves, in place of one for the same structure."""
     with _lock:
         held = [other for other in _entries if not _is_for_the_same(other, entry)]
         _entries[:] = [entry, *held][:_MOST]
 
 
 def forget() -> None:
-    """Drops all entries."""
+    """Drops all kept plans."""
     with _lock:
         _entries.clear()
 

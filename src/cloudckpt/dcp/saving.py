@@ -334,7 +334,8 @@ class StateLayout:
         if not isinstance(data, io.BytesIO if is_bytes else torch.Tensor):
             raise UnsupportedTensorError(
                 f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, but the planner's "
-                f"resolve_data returned a {type(data).__name__}",
+                f"resolve_data returned a {type(data).__name__}: make it return "
+                f"{'an io.BytesIO' if is_bytes else 'a torch.Tensor'}",
                 item=fqn,
             )
         if isinstance(data, io.BytesIO):

@@ -331,12 +331,12 @@ class CloudStorageWriter(OurWriter):
     def note_planning(
         self, state_dict: dict[str, Any], planner: Any, *, compares: bool
     ) -> Structure:
-        """Records what torch does not pass to writers; returns the nesting that flattening loses.
+        """Records the state dict, which torch passes to no writer; returns what flattening loses.
 
         Args:
             state_dict: The state dict.
             planner: The planner, after it was set up.
-            compares: Whether the writer compares what ranks have under one name.
+            compares: Whether the writer compares the values that ranks have under one name.
 
         Raises:
             KeyCollisionError: If two entries of the state dict would have the same name.
@@ -358,8 +358,8 @@ class CloudStorageWriter(OurWriter):
         """Sends this rank's items; returns when the store has all of them."""
         if self.is_incremental:
             logger.warning(
-                "%s: everything is uploaded, because torch's own save was called: call "
-                "cloudckpt.save for an incremental save",
+                "%s: everything is uploaded: only cloudckpt.save can save incrementally, with a "
+                "CloudStorageWriter of no derived class",
                 self.uri,
             )
         future: Future[list[WriteResult]] = Future()
@@ -465,8 +465,8 @@ class CloudStorageWriter(OurWriter):
         uri, hook = str(self.uri), self.commit_hook or CommitHook()
         if self._baseline is None:
             raise IncompleteSaveError(
-                "the save was not planned: call prepare_local_plan and prepare_global_plan "
-                "before finish",
+                "this writer has not begun a save as the coordinator: call "
+                "set_up_storage_writer(is_coordinator=True) before finish",
                 uri=uri,
             )
         baseline = self._baseline.answer()
