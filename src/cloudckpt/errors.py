@@ -164,7 +164,7 @@ class InvalidURIError(CloudCheckpointError, ValueError):
 
 
 class ConfigError(CloudCheckpointError, ValueError):
-    """An option, or its environment variable, has an unusable value."""
+    """An option, an argument or an environment variable has an unusable value."""
 
 
 class MissingDependencyError(CloudCheckpointError, ImportError):
@@ -327,7 +327,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class CheckpointConflictError(CheckpointError):
-    """Another writer committed to the same URI since this save began; this save is discarded."""
+    """Another writer committed at the URI, or deleted the checkpoint, since this save began."""
 
 
 class CommitUnknownError(CheckpointError):
@@ -433,7 +433,7 @@ class UnsupportedTensorError(CheckpointError, TypeError):
 
 
 class UnsupportedValueError(CheckpointError, TypeError):
-    """A value of the state dict can't be pickled, such as a lambda or an open file."""
+    """A value of the state dict, such as a lambda, can't be saved, or could not be loaded again."""
 
 
 class TensorChangedError(CheckpointError):

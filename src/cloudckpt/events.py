@@ -167,7 +167,7 @@ def _tell(listener: Listener, event: Event) -> None:
     try:
         listener(event)
     except Exception:
-        logger.exception("a progress listener raised an error; the operation goes on")
+        logger.exception("a listener of events raised an error; the save or load goes on")
 
 
 def _log(event: Event) -> None:

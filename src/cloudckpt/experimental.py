@@ -211,7 +211,7 @@ def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -
     if not isinstance(target, next(kind for kind in kinds if isinstance(source, kind))):
         raise CheckpointError(
             f"{path} is a {type(target).__name__} in the state dict, but the file has a "
-            f"{type(source).__name__} there",
+            f"{type(source).__name__} there: put None there to load it as it is",
             uri=uri,
             item=path,
         )

@@ -172,7 +172,8 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
     pinned = PinnedObject(store, key, config, TransferStats(store.uri(key)))
     if if_version is not None and pinned.info.version != if_version:
         raise PreconditionFailedError(
-            "the object was replaced since: load it without if_version=",
+            "the object does not have the version given as if_version: it was replaced since, so "
+            "load it without if_version=",
             uri=store.uri(key),
             certain=True,
         )
@@ -236,8 +237,9 @@ def _put_on_condition(
     """Writes an object in one request: some stores ignore conditions of multipart uploads."""
     if len(content) > store.capabilities.max_put_size:
         raise InvalidRequestError(
-            f"{len(content)} bytes are too many for a single request, which a condition needs; "
-            f"the limit is {store.capabilities.max_put_size}",
+            f"{len(content)} bytes are too many for the single request that a condition needs, of "
+            f"at most {store.capabilities.max_put_size} bytes: write without if_absent, if_version "
+            "and overwrite=False",
             uri=store.uri(key),
             certain=True,
         )

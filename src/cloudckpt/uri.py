@@ -247,8 +247,9 @@ class CheckpointURI:
             raise InvalidURIError(f"{shown!r} names {bucket!r}, {_NO_BUCKET_ADVICE}")
         if point is None and ("@" in bucket or ":" in bucket):
             raise InvalidURIError(
-                f"{shown!r} contains credentials: remove them; cloudckpt gets credentials from "
-                "where the cloud's own tools get them"
+                f"{shown!r} contains credentials, or a host with a port, in place of a bucket: "
+                "cloudckpt gets credentials from where the cloud's own tools get them, and a host "
+                "by endpoint_url"
             )
         if "?" in rest or "#" in rest:
             raise InvalidURIError(

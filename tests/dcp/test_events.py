@@ -76,7 +76,7 @@ def test_a_listener_that_fails_harms_nothing(local, caplog):
         local.save({"t": numbered(10)})
     finally:
         unsubscribe()
-    assert "a progress listener raised an error" in caplog.text
+    assert "a listener of events raised an error" in caplog.text
 
 
 def test_each_subscription_ends_alone():

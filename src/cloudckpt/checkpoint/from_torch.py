@@ -195,7 +195,7 @@ def _paths(planner_data: Any) -> Paths | None:
                 f"planner_data maps {name!r} to a path that is not a tuple of strings and "
                 "non-negative integers, or this name is not a string"
             )
-    return planner_data  # type: ignore[no-any-return]
+    return planner_data
 
 
 def _is_element(element: object) -> bool:

@@ -55,7 +55,10 @@ class S3Options(Options):
             "anonymous=True sends no credentials: leave out the profile and requester_pays",
         )
         with_kms = self.sse in ("aws:kms", "aws:kms:dsse")
-        require(with_kms or not self.kms_key_id, "kms_key_id also needs sse='aws:kms'")
+        require(
+            with_kms or not self.kms_key_id,
+            "kms_key_id also needs sse='aws:kms' or sse='aws:kms:dsse'",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,9 @@ class Trials:
         store, key = self._store, self._key("conditions")
         self._put(retrier, key)
         if not honours_conditions(store, key, self._content, retrier):
-            found = "the store ignores the conditions of writes (If-None-Match, If-Match)"
+            found = (
+                "the store ignores or refuses the conditions of writes (If-None-Match, If-Match)"
+            )
             if self._config.conditional_writes == "off":
                 return warning(found, "let one job at a time write to a location")
             return failed(
@@ -150,7 +152,8 @@ class Trials:
             return ok(f"the store verifies {kind}: it rejected a wrong checksum", values)
         return failed(
             f"the store accepts objects with a wrong {kind}",
-            "set CLOUDCKPT_CHECKSUM=off: bytes are looked at twice here then",
+            "set CLOUDCKPT_CHECKSUM=off, so that none is sent: cloudckpt still verifies every "
+            "block when it reads",
             values=values,
         )
 
