@@ -68,7 +68,9 @@ def prune_all_but_one(run) -> None:
 
 
 @pytest.mark.parametrize("how", ["after a dry run", prune_all_but_one, delete_all_but_one])
-def test_a_step_that_is_saved_anew_while_steps_are_pruned_stays(run, how, monkeypatch) -> None:
+def test_a_step_that_is_saved_anew_while_steps_are_pruned_stays(
+    run, how, monkeypatch, caplog
+) -> None:
     fill(run, 1, 2, 3)
     history = Run.history
 
@@ -87,6 +89,8 @@ def test_a_step_that_is_saved_anew_while_steps_are_pruned_stays(run, how, monkey
         monkeypatch.setattr(Run, "history", then_saved)
         how(run)
         assert not cloudckpt.exists(f"{run}/step-1")
+        is_told = f"{run}/step-2 was saved anew" in caplog.text
+        assert is_told == (how is prune_all_but_one)  # the other one looks again after each save
     else:
         shown = prune(run, max_to_keep=1, dry_run=True)
         goes_back()
@@ -113,6 +117,16 @@ def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, cap
         with pytest.raises(CheckpointExistsError, match="force=True"):
             save(manager, 4)
     assert states(run) == dict.fromkeys([2, 4, 6], "abandoned") | {3: "line"}
+
+
+def test_a_job_that_only_deletes_keeps_the_line_and_takes_the_run_from_older_jobs(run) -> None:
+    fill(run, 1, 2, 3)
+    with managed(run) as old, managed(run) as new:
+        new.delete(3)
+        for write in (lambda: old.save(4, state()), lambda: old.delete(1)):
+            with pytest.raises(CheckpointConflictError):
+                write()
+    assert states(run) == {1: "line", 2: "line"}
 
 
 def test_a_reader_writes_nothing(run) -> None:
