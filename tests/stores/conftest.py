@@ -2,15 +2,17 @@
 
 import contextlib
 import http.server
+import json
 import os
 import socket
-import ssl
 import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
 from cloudckpt.stores.azure.store import AzureStore
@@ -254,18 +256,14 @@ def server(stub):
 
 
 @pytest.fixture(scope="session")
-def tls_files(tmp_path_factory):
-    """The certificate of an authority, and that of a server at 127.0.0.1, with its key."""
-    authority = Authority(tmp_path_factory.mktemp("tls"))
-    return authority.bundle, authority.issue()
+def authority(tmp_path_factory):
+    """Vouches for servers at 127.0.0.1."""
+    return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="session")
-def tls_context(tls_files):
-    """Of a server with this certificate."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tls_files[1])
-    return context
+def tls_context(authority):
+    return authority.server()
 
 
 @pytest.fixture
@@ -336,3 +334,44 @@ def open_azure(server, opened, azure_key):
         return opened(AzureStore(place.bucket, config, place.account, place.root))
 
     return open_one
+
+
+# accounts of Google's
+
+
+@pytest.fixture(scope="session")
+def private_key():
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem, kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    return key.private_bytes(pem, kind, serialization.NoEncryption()).decode()
+
+
+@pytest.fixture
+def google_account(tmp_path, monkeypatch, private_key):
+    """Writes the file of an account whose tokens come from a URL, and names it to google-auth."""
+    subject, path = tmp_path / "subject", tmp_path / "account.json"
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+
+    def write(kind, url, **more):
+        subject.write_text("subject-token-of-this-test")
+        fields = {
+            "service_account": {
+                "client_email": "job@project.iam.gserviceaccount.com",
+                "private_key_id": "1",
+                "private_key": private_key,
+                "token_uri": f"{url}/token",
+            },
+            "external_account": {
+                "audience": "//iam.googleapis.com/projects/1/locations/global/"
+                "workloadIdentityPools/p/providers/q",
+                "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+                "token_url": f"{url}/sts",
+                "credential_source": {"file": str(subject)},
+            },
+        }
+        path.write_text(json.dumps({"type": kind, **fields[kind], **more}))
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+        return subject
+
+    return write

@@ -13,7 +13,6 @@ from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.s3.store import S3Store
 from support.contract import StoreContract
 from support.emulators import PAGE
-from support.faulty_store import FaultyStore
 from support.memory_store import MemoryObject, MemoryStore
 
 
@@ -29,20 +28,6 @@ class TestMemory(StoreContract):
 
     def get_directly(self, store, key):
         return store._bucket.objects[key][0]
-
-
-class TestFaultlessFaulty(TestMemory):
-    """A FaultyStore without faults is no other than the store beneath."""
-
-    @pytest.fixture
-    def store(self):
-        return FaultyStore(MemoryStore(uuid.uuid4().hex))
-
-    def put_directly(self, store, key, data):
-        super().put_directly(store.inner, key, data)
-
-    def get_directly(self, store, key):
-        return super().get_directly(store.inner, key)
 
 
 class TestLocal(StoreContract):

@@ -8,23 +8,17 @@ import re
 
 import pytest
 
-from cloudckpt import AzureOptions, Config, GCSOptions
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import (
     AccessDeniedError,
-    ConnectionLostError,
     InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
     ThrottledError,
 )
-from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.base import ObjectInfo, Upload
-from cloudckpt.stores.gcs.store import GCSStore
-from support.contract.data import put, some_bytes
 from support.dialects import error_xml, xml_of
-from support.stubs.gcs import GcsStub
 
 FOUND = ObjectInfo("run/a b", 100, '"etag"')
 CRC = to_base64(CRC32C.of(b"x"))
@@ -35,17 +29,6 @@ VERBS = {
     "copy": lambda store: store.copy(store, FOUND, "run/copy"),
     "copy_part": lambda store: store.copy_part(store, FOUND, UPLOAD, 1, 0, 10),
 }
-
-
-@pytest.fixture
-def open_azure(server, opened, azure_key):
-    """As an emulator has it, with the account in the path."""
-
-    def open_one(container="container", **options):
-        values = {"endpoint_url": f"{server.url}/account", **options}
-        return opened(AzureStore(container, Config(azure=AzureOptions(**values))))
-
-    return open_one
 
 
 # S3
@@ -94,7 +77,7 @@ def test_a_checksum_that_is_made_of_those_of_parts_is_not_taken_for_the_copys(se
 
 @pytest.mark.parametrize("verb", ["copy", "copy_part"])
 def test_no_signature_is_shown_when_azure_refuses(server, open_azure, verb):
-    store = open_azure()
+    store = open_azure(endpoint_url=f"{server.url}/account")
     server.answer(status=412, headers={"x-ms-error-code": "SourceConditionNotMet"})
     with pytest.raises(PreconditionFailedError, match="run/a b") as caught:
         VERBS[verb](store)
@@ -103,46 +86,3 @@ def test_no_signature_is_shown_when_azure_refuses(server, open_azure, verb):
     while error is not None:
         shown, error = f"{shown} {error!r} {error}", error.__cause__ or error.__context__
     assert signature not in shown
-
-
-# Google
-
-
-@pytest.fixture
-def google():
-    with GcsStub("bucket", "other") as stub:
-        yield stub
-
-
-@pytest.fixture
-def open_gcs(google, opened):
-    def open_one(bucket="bucket", **options):
-        options = GCSOptions(endpoint_url=google.url, **options)
-        return opened(GCSStore(bucket, Config(gcs=options)))
-
-    return open_one
-
-
-def calls_of_rewrite(google):
-    return [r for r in google.state.requests if "/rewriteTo/" in r.path]
-
-
-def test_a_copy_that_takes_several_calls_goes_on_until_it_is_done(google, open_gcs):
-    store, data = open_gcs(), some_bytes(1000)
-    google.state.rewritten = 300
-    found = put(store, "source", data)
-    assert store.copy(store, found, "copy").size == 1000
-    assert google.state.find("bucket", "copy").data == data
-    assert len(calls_of_rewrite(google)) == 4
-
-
-def test_a_copy_that_is_tried_again_goes_on_where_it_was(google, open_gcs):
-    store, data = open_gcs(), some_bytes(1000)
-    google.state.rewritten = 300
-    found = put(store, "source", data)
-    google.state.inject(lambda r: r.query.get("rewriteToken") == "600", None)
-    with pytest.raises(ConnectionLostError):
-        store.copy(store, found, "copy")
-    assert store.copy(store, found, "copy").checksum == CRC32C.of(data)
-    tokens = [r.query.get("rewriteToken") for r in calls_of_rewrite(google)]
-    assert tokens == [None, "300", "600", "600", "900"]

@@ -190,26 +190,17 @@ def test_no_credential_of_azure_is_shown(server, attempt, monkeypatch, variable,
 
 
 @pytest.fixture
-def google_files(tmp_path, monkeypatch, tls_files, stub_server):
-    """Writes credentials of Google, whose tokens come from a server; returns that server."""
-    monkeypatch.setenv("REQUESTS_CA_BUNDLE", tls_files[0])
+def google_files(google_account, monkeypatch, authority, stub_server):
+    """Writes credentials whose tokens come from a server; returns that server."""
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", authority.bundle)
     with stub_server() as server:
 
-        def write(token=SECRET, subject="subject-token-of-this-test", **more):
+        def write(token=SECRET, kind="external_account", subject=None, **more):
             grant = {"access_token": token, "expires_in": 3600, "token_type": "Bearer"}
             server.respond(lambda request: server.Answer(body=json.dumps(grant).encode()))
-            (tmp_path / "subject").write_bytes(subject.encode(errors="surrogateescape"))
-            info = {
-                "type": "external_account",
-                "audience": "//iam.googleapis.com/projects/1/locations/global/"
-                "workloadIdentityPools/p/providers/q",
-                "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
-                "token_url": f"{server.url}/sts",
-                "credential_source": {"file": str(tmp_path / "subject")},
-                **more,
-            }
-            (tmp_path / "account.json").write_text(json.dumps(info))
-            monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
+            file = google_account(kind, server.url, **more)
+            if subject is not None:
+                file.write_bytes(subject.encode(errors="surrogateescape"))
             return server
 
         yield write
@@ -237,10 +228,7 @@ def test_no_private_key_of_a_service_account_is_shown(
     tls_server, google_files, attempt, monkeypatch, tmp_path, kind
 ):
     google_files(
-        type="service_account",
-        client_email="job@project.iam.gserviceaccount.com",
-        private_key_id="1",
-        token_uri="http://127.0.0.1:9/token",
+        kind="service_account",
         private_key=f"-----BEGIN PRIVATE KEY-----\n{WEIRD[kind]}\n-----END PRIVATE KEY-----",
     )
     monkeypatch.chdir(tmp_path)  # a short name: a text ends after some hundred characters
@@ -277,7 +265,7 @@ def new_host():
     ],
 )
 def test_no_password_of_a_proxy_is_shown(
-    azure_key, tls_files, google_files, attempt, monkeypatch, root, proxy, password
+    azure_key, google_files, attempt, monkeypatch, root, proxy, password
 ):
     google_files()
     scheme = "https" if root.startswith("gs") else "http"

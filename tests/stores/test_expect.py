@@ -100,8 +100,8 @@ def unfit():
 
 
 @pytest.fixture
-def served(way, tls_context, tls_files, monkeypatch):
-    monkeypatch.setenv("AWS_CA_BUNDLE", tls_files[0])
+def served(way, tls_context, authority, monkeypatch):
+    monkeypatch.setenv("AWS_CA_BUNDLE", authority.bundle)
     if way[1] == "python's tls":
         monkeypatch.setattr(native_tls, "_openssl", unfit)
     with Server(None if way[1] == "plain" else tls_context) as server:

@@ -5,13 +5,10 @@ import datetime
 import itertools
 import json
 import threading
-import time
 
 import google.auth.credentials
 import google.auth.exceptions
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
 
 from cloudckpt import Config, GCSOptions
 from cloudckpt.errors import (
@@ -21,7 +18,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.gcs import access as gcs_access
 from cloudckpt.stores.gcs.store import GCSStore
-from support.dialects import GOOGLE, at_once, resource
+from support.dialects import GOOGLE
 
 VERBS, call = GOOGLE.verbs, GOOGLE.call
 
@@ -36,9 +33,9 @@ def _no_google_surroundings(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def secure(tls_server, tls_files, monkeypatch):
+def secure(tls_server, authority, monkeypatch):
     """The store's endpoint, which is given credentials as it speaks TLS."""
-    monkeypatch.setenv("REQUESTS_CA_BUNDLE", tls_files[0])
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", authority.bundle)
     return tls_server
 
 
@@ -79,12 +76,10 @@ class FakeCredentials(google.auth.credentials.Credentials):
 
 
 @pytest.fixture
-def open_gcs(secure, opened, monkeypatch):
+def open_gcs(secure, opened):
     """Opens stores on the stub, with options of Google's store."""
 
-    def open_one(*, file=None, read_timeout=60.0, **options):
-        if file is not None:
-            monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    def open_one(*, read_timeout=60.0, **options):
         options = GCSOptions(**{"endpoint_url": secure.url, **options})
         return opened(GCSStore("bucket", Config(gcs=options, read_timeout=read_timeout)))
 
@@ -147,31 +142,7 @@ def test_a_first_token_that_is_refused_is_final_and_a_refresh_is_tried_again(ope
     call(store, secure, "head")
 
 
-def test_many_threads_fetch_the_first_token_once(open_with, secure, monkeypatch):
-    credentials, fetch = FakeCredentials(), FakeCredentials.refresh
-
-    def slowly(self, request):
-        time.sleep(0.3)  # the other threads ask meanwhile
-        fetch(self, request)
-
-    monkeypatch.setattr(FakeCredentials, "refresh", slowly)
-    store = open_with(credentials)
-    secure.respond(lambda request: secure.Answer(body=resource()))
-    found = at_once(8, lambda: store.head("run/object").size)
-    assert (found, credentials.refreshes) == ([4] * 8, 1)
-
-
 # where credentials are found
-
-
-@pytest.fixture(scope="module")
-def private_key():
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    ).decode()
 
 
 def token_answer(server, token="the-token"):
@@ -186,45 +157,19 @@ def token_server(stub_server):
         yield server
 
 
-@pytest.fixture
-def account_file(tmp_path, private_key, token_server):
-    info = {
-        "type": "service_account",
-        "client_email": "job@project.iam.gserviceaccount.com",
-        "private_key_id": "1",
-        "private_key": private_key,
-        "token_uri": f"{token_server.url}/token",
-    }
-    (tmp_path / "account.json").write_text(json.dumps(info))
-    return tmp_path / "account.json"
-
-
-@pytest.fixture
-def workload_file(tmp_path, token_server):
-    (tmp_path / "subject").write_text("subject-token")
-    info = {
-        "type": "external_account",
-        "audience": "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p/"
-        "providers/q",
-        "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
-        "token_url": f"{token_server.url}/sts",
-        "credential_source": {"file": str(tmp_path / "subject")},
-    }
-    (tmp_path / "workload.json").write_text(json.dumps(info))
-    return tmp_path / "workload.json"
-
-
-def test_a_token_endpoint_that_is_silent_is_given_up(open_gcs, account_file, token_server):
+def test_a_token_endpoint_that_is_silent_is_given_up(open_gcs, google_account, token_server):
+    google_account("service_account", token_server.url)
     token_server.respond(lambda request: token_server.Answer(silent=True))
-    store = open_gcs(file=account_file, read_timeout=0.3)
+    store = open_gcs(read_timeout=0.3)
     with pytest.raises(ConnectionLostError, match="at the moment"):
         store.head("run/object")
 
 
 def test_a_wrong_clock_is_named_where_google_refuses_the_time_of_a_signature(
-    open_gcs, account_file, token_server
+    open_gcs, google_account, token_server
 ):
     """As its token endpoint words that."""
+    google_account("service_account", token_server.url)
     refused = {
         "error": "invalid_grant",
         "error_description": "Invalid JWT: Token must be a short-lived token (60 minutes) and in a "
@@ -232,7 +177,7 @@ def test_a_wrong_clock_is_named_where_google_refuses_the_time_of_a_signature(
     }
     token_server.respond(lambda request: token_server.Answer(400, {}, json.dumps(refused).encode()))
     with pytest.raises(ClockError) as caught:
-        open_gcs(file=account_file).head("run/object")
+        open_gcs().head("run/object")
     assert caught.value.certain
     assert caught.value.uri.startswith("gs://bucket")
 
@@ -266,15 +211,13 @@ def test_a_file_that_holds_no_credentials_is_named(tmp_path, monkeypatch, conten
 # universes, and what else google-auth tells
 
 
-@pytest.mark.parametrize("kind", ["account_file", "workload_file"])
+@pytest.mark.parametrize("kind", ["service_account", "external_account"])
 def test_credentials_for_another_universe_are_not_sent(
-    open_gcs, secure, token_server, request, kind
+    open_gcs, google_account, secure, token_server, kind
 ):
-    path = request.getfixturevalue(kind)
-    info = json.loads(path.read_text())
-    path.write_text(json.dumps({**info, "universe_domain": "cloud.example"}))
+    google_account(kind, token_server.url, universe_domain="cloud.example")
     with pytest.raises(CredentialsError, match=r"universe cloud\.example") as caught:
-        open_gcs(file=path)
+        open_gcs()
     assert "GOOGLE_CLOUD_UNIVERSE_DOMAIN=cloud.example" in str(caught.value)
     assert caught.value.uri == "gs://bucket"
     assert secure.requests == token_server.requests == []
@@ -313,22 +256,3 @@ def test_an_emulator_is_found_by_the_variable_of_googles_tools(
     store = open_gcs(endpoint_url=None)
     assert "Authorization" not in call(store, server, "put").headers
     assert store.capabilities.conditional_writes is None
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "known"),
-    [
-        ("https://storage.googleapis.com", True),
-        ("https://storage.europe-west3.rep.googleapis.com", True),
-        ("https://googleapis.com.example", None),
-        ("https://notgoogleapis.com", None),
-        ("http://storage.googleapis.com", None),
-    ],
-)
-def test_only_google_is_known_to_honour_conditions(open_with, endpoint, known):
-    found = open_with(FakeCredentials(), endpoint_url=endpoint).capabilities
-    assert (found.conditional_writes, found.conditional_deletes) == (known, known is True)
-    assert found.create_only is bool(known)
-
-
-# what is told to people

@@ -6,9 +6,11 @@ import pytest
 
 from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C
-from cloudckpt.errors import AccessDeniedError
+from cloudckpt.errors import AccessDeniedError, ConnectionLostError
 from cloudckpt.stores.gcs.store import GCSStore
 from support.contract import StoreContract, put_part
+from support.contract.data import put as put_at
+from support.contract.data import some_bytes
 from support.stubs.gcs import GcsStub
 from support.stubs.gcs_state import Attributes
 
@@ -110,3 +112,31 @@ def test_a_bucket_whose_requesters_pay_is_told_who_pays(open_gcs, state):
     store.delete(KEY)
     assert state.keys("bucket") == []
     assert list(store.list_uploads("run/")) == []
+
+
+# copies that take several calls
+
+
+def calls_of_rewrite(state):
+    return [r for r in state.requests if "/rewriteTo/" in r.path]
+
+
+def test_a_copy_that_takes_several_calls_goes_on_until_it_is_done(state, open_gcs):
+    store, data = open_gcs(), some_bytes(1000)
+    state.rewritten = 300
+    found = put_at(store, "source", data)
+    assert store.copy(store, found, "copy").size == 1000
+    assert state.find("bucket", "copy").data == data
+    assert len(calls_of_rewrite(state)) == 4
+
+
+def test_a_copy_that_is_tried_again_goes_on_where_it_was(state, open_gcs):
+    store, data = open_gcs(), some_bytes(1000)
+    state.rewritten = 300
+    found = put_at(store, "source", data)
+    state.inject(lambda r: r.query.get("rewriteToken") == "600", None)
+    with pytest.raises(ConnectionLostError):
+        store.copy(store, found, "copy")
+    assert store.copy(store, found, "copy").checksum == CRC32C.of(data)
+    tokens = [r.query.get("rewriteToken") for r in calls_of_rewrite(state)]
+    assert tokens == [None, "300", "600", "600", "900"]

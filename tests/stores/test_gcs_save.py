@@ -7,10 +7,8 @@ import torch
 
 import cloudckpt
 from cloudckpt import Config, GCSOptions, RetryPolicy
-from cloudckpt.stores.gcs.store import GCSStore
 from dcp.values import assert_same, blank_like, numbered
 from support.stubs.gcs import GcsStub
-from support.stubs.gcs_answers import RefusalError
 
 URI = "gs://bucket/run/step-1"
 PART = 5 * 1024**2
@@ -101,43 +99,3 @@ def test_a_commit_whose_answer_was_lost_is_not_looked_for_in_a_cache(
     save(state_of(4), config)
     assert_same(loaded(config), state_of(4))
     assert len(public.keys("bucket")) == 3
-
-
-NOT_THERE = RefusalError(501, "notImplemented", "Not implemented", "NotImplemented")
-
-
-class Sparse(GcsStub):
-    """The stub as an emulator: without XML multipart uploads.
-
-    Attributes:
-        ignores: How many ranges are yet to be ignored.
-    """
-
-    ignores = 0
-
-    def answer(self, call):
-        if "uploads" in call.request.query:
-            self.state.injected(call.request)
-            return NOT_THERE.as_json()
-        if "range" in call.request.headers and self.ignores > 0:
-            self.ignores -= 1
-            call.request.headers.pop("range")
-        return super().answer(call)
-
-
-@pytest.fixture
-def sparse():
-    with Sparse("bucket") as running:
-        yield running
-
-
-def sparse_config(sparse, attempts=1, part_size=5 * 1024**3):
-    options = GCSOptions(endpoint_url=sparse.url)
-    retry = RetryPolicy(attempts=attempts, base=0.0, cap=0.0)
-    return Config(connections=4, part_size=part_size, retry=retry, gcs=options)
-
-
-def test_a_store_without_multipart_uploads_has_none_open(sparse):
-    store = GCSStore("bucket", sparse_config(sparse))
-    assert list(store.list_uploads("run/")) == []
-    store.close()

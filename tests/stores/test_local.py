@@ -36,6 +36,9 @@ def files_below(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
+UNKNOWN = (errno.ENOSYS, errno.EOPNOTSUPP)
+
+
 def fail_with(number):
     def fail(*arguments, **options):
         raise OSError(number, os.strerror(number))
@@ -175,26 +178,26 @@ def test_a_step_that_may_have_been_taken_has_not_failed_for_certain(
     assert caught.value.certain is certain
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM])
-def test_a_file_system_without_hard_links_is_told_what_it_lacks(
-    store, tmp_path, monkeypatch, number
+@pytest.mark.parametrize(
+    ("module", "call", "number", "told"),
+    [
+        *((os, "link", number, r"no hard links.*conditional_writes") for number in UNKNOWN),
+        (os, "link", errno.EPERM, r"no hard links.*conditional_writes"),
+        *((fcntl, "flock", number, r"no locks.*mount it with them") for number in UNKNOWN),
+        (fcntl, "flock", errno.ENOLCK, r"no locks.*mount it with them"),
+    ],
+)
+def test_a_file_system_is_told_what_it_lacks(
+    store, tmp_path, monkeypatch, module, call, number, told
 ):
-    monkeypatch.setattr(os, "link", fail_with(number))
-    with pytest.raises(InvalidRequestError, match=r"no hard links.*conditional_writes") as caught:
+    monkeypatch.setattr(module, call, fail_with(number))
+    with pytest.raises(InvalidRequestError, match=told) as caught:
         put(store, tmp_path / "object", b"data", if_absent=True)
     assert caught.value.certain
-    assert caught.value.uri == (tmp_path / "object").as_uri()
     assert files_below(tmp_path) == []
-    put(store, tmp_path / "object", b"data")
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_told_what_it_lacks(store, tmp_path, monkeypatch, number):
-    monkeypatch.setattr(fcntl, "flock", fail_with(number))
-    with pytest.raises(InvalidRequestError, match=r"no locks.*mount it with them") as caught:
+    if call == "link":
+        assert caught.value.uri == (tmp_path / "object").as_uri()
         put(store, tmp_path / "object", b"data")
-    assert caught.value.certain
-    assert files_below(tmp_path) == []
 
 
 def test_a_folder_is_made_in_one_that_may_be_written_to_but_not_listed(

@@ -44,11 +44,6 @@ def small_steps(monkeypatch):
     monkeypatch.setattr(bodies, "STEP", STEP)
 
 
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory):
-    return Authority(tmp_path_factory.mktemp("authority"))
-
-
 class Peer:
     """A server for one connection after the other; ``script`` is what it does behind a request."""
 
@@ -405,24 +400,6 @@ def test_a_failure_of_tls_does_not_follow_its_thread_to_the_next_connection(talk
     with pytest.raises((LookupError, ConnectionLostError)):
         get(client, peer.url, len(BODY), progress=stop)
     assert get(client, peer.url, len(BODY)) == BODY
-
-
-def test_a_body_goes_on_behind_the_last_byte_on_a_new_connection(talk, native):
-    half = STEP + 54_321
-
-    def script(peer):
-        head = peer.request()
-        start = half if b"bytes=" in head else 0
-        peer.promise(len(BODY) - start)
-        peer.send(BODY[start : half if not start else len(BODY)])
-
-    peer, client = talk(script)
-    first, error = lost(client, peer.url, len(BODY))
-    rest = bytearray(len(BODY) - error.received)
-    with client.send("GET", peer.url, {"Range": f"bytes={error.received}-"}) as reply:
-        reply.read_into([memoryview(rest)])
-    assert first + rest == BODY
-    assert peer.accepted == 2
 
 
 @pytest.mark.parametrize("sent", [0, 100_000, STEP + 1])

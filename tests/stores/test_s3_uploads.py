@@ -103,6 +103,7 @@ def test_a_store_that_knows_checksums_of_the_whole_gets_them(open_s3, server):
     send(store)
     assert vendor.creations == ["FULL_OBJECT"] * 2
     assert [done.headers["x-amz-checksum-crc32c"] for done in vendor.completions] == [WHOLE] * 2
+    assert {done.headers["x-amz-checksum-type"] for done in vendor.completions} == {"FULL_OBJECT"}
 
 
 @pytest.mark.parametrize("dialect", [name for name, row in DIALECTS.items() if row is not AWS])

@@ -67,8 +67,9 @@ def test_a_store_makes_one_attempt(dialect, store, server, verb):
 @in_all
 def test_a_connection_that_closes_without_an_answer_is_lost(dialect, store, server, verb):
     server.answer(mute=True)
-    with pytest.raises(ConnectionLostError):
+    with pytest.raises(ConnectionLostError) as caught:
         dialect.verbs[verb](store)
+    assert not caught.value.certain
 
 
 def test_an_endpoint_that_is_not_there_is_a_lost_connection(dialect, opened):
@@ -77,6 +78,7 @@ def test_an_endpoint_that_is_not_there_is_a_lost_connection(dialect, opened):
         with pytest.raises(ConnectionLostError, match="refused") as caught:
             function(store)
         assert caught.value.uri.startswith(store.uri("run/"))
+        assert caught.value.certain
 
 
 @in_all

@@ -1,0 +1,297 @@
+"""What the answers of failure mean: which error, and whether it is the store's own word for it."""
+
+import pickle
+
+import pytest
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    ClockError,
+    CredentialsError,
+    InvalidRequestError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
+    ServerError,
+    StorageFullError,
+    StoreError,
+    ThrottledError,
+    TLSError,
+    TransientStoreError,
+    WrongRegionError,
+)
+from cloudckpt.stores.azure import errors as azure_errors
+from cloudckpt.stores.gcs import errors as gcs_errors
+from cloudckpt.stores.s3 import errors as s3_errors
+from cloudckpt.stores.s3.access import BucketAccess
+from support.dialects import DIALECTS, NAMESPACE, answers_of, error_json, error_xml, put, xml_of
+
+WORDS = "the vendor's words"
+URI = "x://bucket/run/object"
+
+S3_CODES = {
+    ObjectNotFoundError: "404 NoSuchKey, 404 NoSuchUpload, 404",
+    BucketNotFoundError: "404 NoSuchBucket, 404 NoSuchAccessPoint",
+    AccessDeniedError: (
+        "403 AccessDenied, 403 AllAccessDisabled, 403, 403 NotSignedUp, 400 "
+        "KMS.AccessDeniedException"
+    ),
+    CredentialsError: (
+        "403 InvalidAccessKeyId, 403 SignatureDoesNotMatch, 403 ExpiredToken, 400 ExpiredToken, "
+        "400 InvalidToken, 401, 403 InvalidSecurity"
+    ),
+    ClockError: "403 RequestTimeTooSkewed, 403 RequestExpired",
+    WrongRegionError: (
+        "301 PermanentRedirect, 307 TemporaryRedirect, 400 AuthorizationHeaderMalformed, 400 "
+        "IllegalLocationConstraintException, 301"
+    ),
+    PreconditionFailedError: "412 PreconditionFailed, 412",
+    ThrottledError: (
+        "400 PriorRequestNotComplete, 400 ThrottledException, 400 RequestThrottledException, 400 "
+        "BandwidthLimitExceeded, 400 KMS.ThrottlingException, 503 SlowDown, 503 "
+        "ServiceUnavailable, 503, 429 TooManyRequests, 429 QuotaExceeded, 429 AccessDenied, 400 "
+        "ThrottlingException"
+    ),
+    ServerError: (
+        "400 RequestTimeoutException, 500 InternalFailure, 400 XAmzContentSHA256Mismatch, 500 "
+        "KMS.KMSInternalException, 500 KMS.KeyUnavailableException, 503 "
+        "KMS.DependencyTimeoutException, 409 ConditionalRequestConflict, 409 OperationAborted, "
+        "400 BadDigest, 400 RequestTimeout, 400 IncompleteBody, 500 InternalError, 502, 504"
+    ),
+    InvalidRequestError: (
+        "400 KMS.DisabledException, 400 KMS.InvalidKeyUsageException, 400 "
+        "KMS.KMSInvalidStateException, 400 KMS.NotFoundException, 400 EntityTooLarge, 400 "
+        "InvalidPart, 400 SomethingNew, 405 MethodNotAllowed, 501 NotImplemented, 403 "
+        "InvalidObjectState"
+    ),
+    RangeNotSatisfiableError: "416 InvalidRange, 416",
+    StorageFullError: "507 XMinioStorageFull, 403 QuotaExceeded",
+}
+GOOGLE_REASONS = {
+    ServerError: "400 badDigest, 408, 408 uploadBrokenConnection, 409 conflict, 500 backendError",
+    InvalidRequestError: "400 invalid, 400 somethingNew, 400 userProjectMissing, 410 gone",
+    CredentialsError: "401, 401 authError",
+    AccessDeniedError: (
+        "403, 403 forbidden, 403 retentionPolicyNotMet, 403 userProjectAccessDenied, "
+        "412 orgPolicyConstraintFailed"
+    ),
+    StorageFullError: "403 quotaExceeded",
+    ThrottledError: (
+        "403 userRateLimitExceeded, 429, 429 orgPolicyConstraintFailed, 429 quotaExceeded, 503, "
+        "503 backendError"
+    ),
+    ObjectNotFoundError: "404, 404 notFound",
+    PreconditionFailedError: "412, 412 conditionNotMet",
+    RangeNotSatisfiableError: "416, 416 requestedRangeNotSatisfiable",
+}
+GOOGLE_CODES = {
+    ServerError: "400 CrcMismatch, 408 RequestTimeout, 500 InternalError",
+    InvalidRequestError: "400 EntityTooSmall, 400 UserProjectMissing, 501 NotImplemented",
+    CredentialsError: "401 AuthenticationRequired",
+    AccessDeniedError: "403 AccessDenied, 403 RetentionPolicyNotMet",
+    BucketNotFoundError: "404 NoSuchBucket",
+    ObjectNotFoundError: "404 NoSuchKey, 404 NoSuchUpload",
+    PreconditionFailedError: "412 PreconditionFailed",
+    ThrottledError: "429 QuotaExceeded, 503 ServiceUnavailable",
+}
+AZURE_CODES = {
+    ObjectNotFoundError: "400 InvalidBlockList, 404 BlobNotFound",
+    BucketNotFoundError: "404 ContainerNotFound",
+    AccessDeniedError: (
+        "403, 403 AuthorizationSourceIPMismatch, 403 KeyVaultSomethingNew, "
+        "404 KeyVaultVaultNotFound, "
+        "403 UnauthorizedBlobOverwrite, 403 RequestForbiddenByContainerEncryptionPolicy, "
+        "409 BlobImmutableDueToLegalHold, 409 ContainerImmutabilityPolicyLocked, "
+        "409 PublicAccessNotPermitted"
+    ),
+    CredentialsError: (
+        "400 InvalidAuthenticationInfo, 401, 401 NoAuthenticationInformation, "
+        "403 AuthenticationFailed, 403 KeyBasedAuthenticationNotPermitted"
+    ),
+    PreconditionFailedError: "409 BlobAlreadyExists, 412, 412 ConditionNotMet",
+    InvalidRequestError: (
+        "400 BlobApiNotYetSupportedForHierarchicalNamespaceAccounts, 400 InvalidBlobTier, "
+        "400 InvalidHeaderValue, 409, 409 BlobArchived, 409 BlobOperationNotSupported, "
+        "409 LeaseAlreadyPresent, 409 SomethingNew, 412 LeaseIdMissing, 413 RequestBodyTooLarge"
+    ),
+    ThrottledError: "429, 429 KeyVaultSomethingNew, 500 ServerBusy, 503, 503 KeyVaultSomethingNew",
+    ServerError: (
+        "400 Crc64Mismatch, 408, 409 ContainerBeingDeleted, 500 InternalError, "
+        "500 KeyVaultSomethingNew, 500 OperationTimedOut, 502"
+    ),
+    TLSError: "400 TlsVersionNotPermitted",
+    RangeNotSatisfiableError: "416, 416 InvalidRange",
+}
+
+
+def in_xml(status, code):
+    return {}, error_xml(code, WORDS)
+
+
+def in_google_xml(status, code):
+    return {}, xml_of("Error", NAMESPACE, Code=code, Message=WORDS)
+
+
+def in_json(status, code):
+    return {}, error_json(status, code, WORDS)
+
+
+def in_azure_xml(status, code):
+    return {}, "\ufeff".encode() + error_xml(code, WORDS.replace(" ", "\n"))
+
+
+def in_a_header(status, code):
+    return {"x-ms-error-code": code}, b""
+
+
+SAID = {
+    in_xml: ("s3", S3_CODES),
+    in_json: ("google", GOOGLE_REASONS),
+    in_google_xml: ("google", GOOGLE_CODES),
+    in_azure_xml: ("azure", AZURE_CODES),
+    in_a_header: ("azure", AZURE_CODES),
+}
+
+
+@pytest.fixture(scope="module")
+def stores():
+    stores = {name: dialect.open("http://127.0.0.1:9") for name, dialect in DIALECTS.items()}
+    yield stores
+    for store in stores.values():
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "code", "expected"),
+    [(said, *answer) for said, (_, table) in SAID.items() for answer in answers_of(table)],
+)
+def test_an_answer_of_failure_has_a_name(stores, said, status, code, expected):
+    headers, body = said(status, code) if code else ({}, b"")
+    headers = {"x-amz-bucket-region": "eu-west-3", **headers}
+    error = stores[SAID[said][0]].failure(status, headers, body, "PUT", URI)
+    assert type(error) is expected
+    assert error.uri == URI
+    assert f"HTTP {status}" in str(error)
+    assert code in str(error)
+    assert (WORDS in str(error)) is bool(body)
+
+
+# what is certain
+
+HTML = b"<html><head><title>Access Denied</title></head><body><h1>Denied</h1></body></html>"
+
+
+S3, GCS, AZURE = s3_errors.from_answer, gcs_errors.from_answer, azure_errors.from_answer
+
+
+@pytest.mark.parametrize(
+    ("read", "status", "headers", "body"),
+    [
+        (S3, 412, {}, error_xml("PreconditionFailed")),
+        (S3, 403, {}, error_xml("AccessDenied")),
+        (S3, 404, {}, error_xml("NoSuchBucket")),
+        (S3, 409, {}, error_xml("ConditionalRequestConflict")),
+        (S3, 400, {}, error_xml("BadDigest")),
+        (S3, 400, {}, error_xml("KMS.DisabledException")),
+        (S3, 301, {}, error_xml("PermanentRedirect")),
+        (S3, 503, {}, error_xml("SlowDown")),
+        (S3, 503, {}, error_xml("ServiceUnavailable")),
+        (S3, 429, {}, error_xml("TooManyRequests")),
+        (S3, 507, {}, error_xml("XMinioStorageFull")),
+        (S3, 501, {}, error_xml("NotImplemented")),
+        (GCS, 412, {}, error_json(412, "conditionNotMet")),
+        (GCS, 403, {}, error_json(403, "forbidden")),
+        (GCS, 429, {}, error_json(429, "rateLimitExceeded")),
+        (GCS, 503, {}, error_json(503, "backendError")),
+        (GCS, 412, {}, error_xml("PreconditionFailed")),
+        (GCS, 503, {}, error_xml("ServiceUnavailable")),
+        (
+            GCS,
+            412,
+            {},
+            b'{"error": {"code": 412, "message": "text", "status": "FAILED_PRECONDITION"}}',
+        ),
+        (AZURE, 412, {"x-ms-error-code": "ConditionNotMet"}, b""),
+        (AZURE, 409, {}, error_xml("BlobAlreadyExists")),
+        (AZURE, 403, {"x-ms-error-code": "AuthorizationFailure"}, HTML),
+        (AZURE, 503, {"x-ms-error-code": "ServerBusy"}, b""),
+        (AZURE, 409, {"x-ms-error-code": "SomethingNew"}, b""),
+    ],
+)
+def test_a_refusal_in_the_words_of_the_vendor_is_certain(read, status, headers, body):
+    error = read(status, headers, body, "PUT", "x://bucket/key")
+    assert error.certain
+    assert pickle.loads(pickle.dumps(error)).certain
+
+
+@pytest.mark.parametrize(
+    ("read", "status", "headers", "body"),
+    [
+        (S3, 500, {}, error_xml("InternalError")),
+        (S3, 400, {}, error_xml("RequestTimeout")),
+        (S3, 400, {}, error_xml("RequestTimeoutException")),
+        (S3, 503, {}, error_xml("SomethingNew")),
+        (S3, 503, {}, b"upstream connect error or disconnect/reset before headers"),
+        (S3, 503, {}, b""),
+        (S3, 502, {}, HTML),
+        (S3, 403, {}, HTML),
+        (S3, 412, {}, HTML),
+        (S3, 412, {}, b""),
+        (S3, 503, {}, xml_of("fault", Code="SlowDown")),
+        (S3, 403, {}, error_xml("403")),
+        (S3, 403, {}, error_xml("")),
+        (S3, 503, {}, error_xml("SlowDown")[:-4]),
+        (S3, 503, {"x-ms-error-code": "ServerBusy"}, b""),
+        (S3, 429, {}, error_json(429, "rateLimitExceeded")),
+        (GCS, 500, {}, error_json(500, "backendError")),
+        (GCS, 408, {}, error_json(408, "requestTimeout")),
+        (GCS, 503, {}, b'{"code": 503, "message": "no healthy upstream"}'),
+        (GCS, 503, {}, b'{"error": "rateLimitExceeded"}'),
+        (GCS, 429, {}, b"rateLimitExceeded"),
+        (GCS, 503, {}, HTML),
+        (GCS, 412, {}, b"Precondition Failed"),
+        (AZURE, 500, {"x-ms-error-code": "OperationTimedOut"}, b""),
+        (AZURE, 503, {"x-ms-error-code": "OperationTimedOut"}, b""),
+        (AZURE, 500, {"x-ms-error-code": "InternalError"}, b""),
+        (AZURE, 503, {}, HTML),
+        (AZURE, 412, {}, b""),
+        (AZURE, 409, {"x-ms-error-code": "409"}, b""),
+    ],
+)
+def test_what_a_gateway_may_have_said_or_has_begun_is_not_certain(read, status, headers, body):
+    error = read(status, headers, body, "PUT", "x://bucket/key")
+    assert not error.certain
+    assert not pickle.loads(pickle.dumps(error)).certain
+
+
+@pytest.mark.parametrize("read", [S3, GCS, AZURE])
+@pytest.mark.parametrize("status", [408, 421, 425, 499, 500, 502, 504])
+def test_what_a_gateway_says_of_its_own_troubles_is_tried_again(read, status):
+    error = read(status, {}, HTML, "PUT", "s3://bucket/key")
+    assert isinstance(error, TransientStoreError)
+    assert not error.certain
+
+
+@pytest.mark.parametrize("read", [S3, GCS, AZURE])
+def test_a_proxy_that_asks_for_a_password_is_named(read):
+    error = read(407, {}, HTML, "PUT", "s3://bucket/key")
+    assert not isinstance(error, TransientStoreError)
+    assert "a proxy requires a user" in str(error)
+
+
+def test_an_error_is_not_certain_unless_it_says_so():
+    assert not StoreError("text").certain
+
+
+def test_what_could_not_be_signed_is_certain(open_s3, server, monkeypatch):
+    """Credentials that were there at first could not be renewed."""
+
+    def sign(*_):
+        raise CredentialsError("they have expired")
+
+    monkeypatch.setattr(BucketAccess, "authorize", sign)
+    with pytest.raises(CredentialsError) as caught:
+        put(open_s3())
+    assert caught.value.certain
+    assert server.requests == []
