@@ -21,11 +21,12 @@ from cloudckpt import api
 from cloudckpt.background.saver import AsyncSaver
 from dcp.places import Place
 from faults.states import SMALL, filled, step_of
+from support.wire.faults import Call
 
 from .waiting import eventually, is_running
 
 __all__ = ["PATIENCE", "PROCESS", "THREAD", "Gate", "Late", "Lock", "Refusing", "Slow", "SlowEnd"]
-__all__ += ["begin", "given", "kill", "of_rank", "pid_of", "step_at", "stopped"]
+__all__ += ["WireGate", "begin", "given", "kill", "of_rank", "pid_of", "step_at", "stopped"]
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 
@@ -64,6 +65,25 @@ class Gate(DefaultSavePlanner):
     @property
     def is_open(self) -> bool:
         return (self._folder / "opened").exists()
+
+
+class WireGate:
+    """Holds up the first request that sends data."""
+
+    def __init__(self, proxy, operation: str = "*") -> None:
+        self._reached, self._opened = threading.Event(), threading.Event()
+        fault = Call(self._hold)
+        proxy.inject(fault, operation=operation, path="*.distcp*", times=1)
+
+    def _hold(self, _: object) -> None:
+        self._reached.set()
+        assert self._opened.wait(PATIENCE)
+
+    def wait(self) -> None:
+        assert self._reached.wait(PATIENCE)
+
+    def open(self) -> None:
+        self._opened.set()
 
 
 class Refusing(DefaultSavePlanner):

@@ -33,9 +33,9 @@ from cloudckpt.errors import (
 )
 from dcp.values import numbered
 from faults.states import BIG, SMALL, filled
-from support.wire.faults import Call, s3_error
+from support.wire.faults import s3_error
 
-from .saves import PATIENCE, PROCESS, begin, given, kill, pid_of, step_at, stopped
+from .saves import PATIENCE, PROCESS, WireGate, begin, given, kill, pid_of, step_at, stopped
 from .waiting import eventually, is_running, open_files
 
 
@@ -48,25 +48,6 @@ def one(_own_surroundings):
     """A saver, which tests share."""
     with saver() as one:
         yield one
-
-
-class WireGate:
-    """Holds up the first request that sends data."""
-
-    def __init__(self, proxy, operation: str = "*") -> None:
-        self._reached, self._opened = threading.Event(), threading.Event()
-        fault = Call(self._hold)
-        proxy.inject(fault, operation=operation, path="*.distcp*", times=1)
-
-    def _hold(self, _: object) -> None:
-        self._reached.set()
-        assert self._opened.wait(PATIENCE)
-
-    def wait(self) -> None:
-        assert self._reached.wait(PATIENCE)
-
-    def open(self) -> None:
-        self._opened.set()
 
 
 @pytest.fixture
@@ -336,8 +317,9 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 def test_signals_that_are_for_the_trainer_do_not_end_what_saves(one, shaky, gate):
-    future, pid = begin(one, 1, shaky), pid_of(one)
+    future = begin(one, 1, shaky)
     gate.wait()
+    pid = pid_of(one)  # one that has died before is replaced by now
     for number in SIGNALS:
         os.kill(pid, number)
     gate.open()

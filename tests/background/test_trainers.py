@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import uuid
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from cloudckpt.checkpoint.objects import is_pending_name
 from dcp.places import Place
 from faults.states import SMALL, filled
 from support.forks import child, context
-from support.wire.faults import Call
 
 from .jobs import save_and_stand_still
-from .saves import PATIENCE, Gate, step_at
+from .saves import PATIENCE, Gate, WireGate, step_at
 from .waiting import eventually, is_running, processes_of
 
 KINDS = ("THREAD", "PROCESS")
@@ -156,21 +154,15 @@ def test_a_trainer_of_multiprocessings_that_ends_commits_the_save_that_has_begun
 
 
 def test_the_process_of_a_killed_trainer_sends_the_rest_and_commits_nothing(shaky, proxy):
-    family, held, reached = uuid.uuid4().hex, threading.Event(), threading.Event()
-
-    def hold(_: object) -> None:
-        reached.set()
-        held.wait(PATIENCE)
-
-    proxy.inject(Call(hold), operation="PutObject", path="*.distcp*", times=1)
+    family, gate = uuid.uuid4().hex, WireGate(proxy, "PutObject")
     arguments = {"uri": shaky.uri, "endpoint": proxy.url, "nbytes": SMALL}
     with child(save_and_stand_still, family=family, **arguments) as trainer:
-        assert reached.wait(PATIENCE)
+        gate.wait()
         beside = processes_of(family)
         assert beside
         trainer.signal(signal.SIGKILL)
         assert eventually(lambda: not is_running(trainer.pid), PATIENCE)
-        held.set()
+        gate.open()
         assert eventually(lambda: not processes_of(family), 60)
     assert proxy.wait_idle()
     assert ".metadata" not in shaky.names()

@@ -245,10 +245,13 @@ def test_items_are_read_whatever_is_said_of_files_and_warnings(monkeypatch, usua
             check_trusted(b"damaged", "item", URI)
 
 
-@pytest.mark.parametrize("value", [7, {"w": torch.ones(3)}, None])
-def test_what_is_no_tensor_is_refused(value):
+@pytest.mark.parametrize(
+    ("value", "trust"),
+    [(7, False), ({"w": torch.ones(3)}, False), (fractions.Fraction(1, 2), True)],
+)
+def test_what_is_no_tensor_is_refused(value, trust):
     with pytest.raises(CheckpointCorruptError, match="describes it as a tensor") as caught:
-        load_tensor(saved(value), "w", URI, trust=False)
+        load_tensor(saved(value), "w", URI, trust=trust)
     assert (caught.value.item, caught.value.uri) == ("w", URI)
 
 

@@ -83,14 +83,7 @@ def sealed(line: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"size": 1 << 62},
-        {"size": float("inf")},
-        {"block_size": 0},
-        None,
-    ],
-    ids=str,
+    "changes", [{"size": 1 << 62}, {"size": float("inf")}, {"block_size": 0}, None], ids=str
 )
 def test_a_record_of_a_file_with_senseless_sizes_is_refused(changes):
     good = record_bytes(StoredFile(key="a", size=0, checksum=0, blocks=Blocks(CRC32C, 4, ())))
