@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import itertools
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,6 +42,7 @@ from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
 
+_BATCH = 16 * 1024 * 1024  # bytes
 
 _Target = tuple[ReadItem, torch.Tensor]
 """A tensor of this rank, and the part of the whole tensor that it is filled with."""
@@ -65,9 +68,9 @@ class BroadcastingTorchSaveReader(OurReader):
     Use it with :class:`~cloudckpt.format_utils.DynamicMetaLoadPlanner` (or torch's), in
     ``cloudckpt.load`` or in ``torch.distributed.checkpoint.load``, to load the file into state
     dicts of any sharding. The reading rank needs host memory for the whole file; the other ranks
-    need memory for one of its tensors at a time, besides their state.
+    need memory for 16 MiB, or one larger tensor of it, besides their state.
 
-    If a rank fails, all ranks stop before the next tensor, and raise. All ranks of the default
+    If a rank fails, all ranks stop before the next tensors, and raise. All ranks of the default
     process group must load.
 
     Attributes:
@@ -212,33 +215,37 @@ class BroadcastingTorchSaveReader(OurReader):
         return future
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Broadcasts tensor after tensor, each when all ranks are ready for it."""
+        """Broadcasts the tensors in batches, each when all ranks are ready for it."""
         meeting = Meeting.of(None, no_dist=script.world == 1)
         device = "cpu" if meeting.group is None else device_for_collectives(meeting.group)
         targets = meeting.begin(lambda: self._targets(script, plan, planner))
-        rooms = self._rooms(script, targets, device)
-        for _ in script.tensors:
-            whole = meeting.begin(lambda: next(rooms))
-            if meeting.group is not None and whole.numel():
-                dist.broadcast(whole.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
-            del whole  # before there is room for the next
-        next(rooms, None)
+        landed: dict[str, torch.Tensor] = {}
+        for names in (*_batches(script.tensors), ()):  # the last one only fills
+            prepare = functools.partial(self._next, script, names, landed, targets, device)
+            landed = meeting.begin(prepare)
+            for whole in landed.values() if meeting.group is not None else ():
+                if whole.numel():
+                    dist.broadcast(whole.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
         for item, tensor in itertools.chain.from_iterable(targets.values()):
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(script.values[item.storage_index.fqn]))
 
-    def _rooms(
-        self, script: _Script, targets: Mapping[str, Sequence[_Target]], device: str
-    ) -> Iterator[torch.Tensor]:
-        """Yields the tensors to be broadcast; fills this rank's with each when it goes on."""
-        for fqn, (dtype, shape) in script.tensors.items():
-            whole = self._room(fqn, dtype, shape, device)
-            yield whole
+    def _next(
+        self,
+        script: _Script,
+        names: Iterable[str],
+        landed: dict[str, torch.Tensor],
+        targets: Mapping[str, Sequence[_Target]],
+        device: str,
+    ) -> dict[str, torch.Tensor]:
+        """Fills this rank's tensors with those that were broadcast; returns the next of these."""
+        for fqn, whole in landed.items():
             for item, tensor in targets.get(fqn, ()):
                 copy_into(tensor, whole[_region(item)])
-            del whole
+        landed.clear()  # before there is room for the next
+        return {fqn: self._room(fqn, *script.tensors[fqn], device) for fqn in names}
 
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
@@ -282,6 +289,20 @@ class BroadcastingTorchSaveReader(OurReader):
         types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
         check_types(conversions(tensors, types.get), str(self._uri), logs=bool(self._content))
         return found
+
+
+def _batches(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[list[str]]:
+    """Yields the names of tensors for which ranks meet once: up to 16 MiB, or a larger one."""
+    names, total = list[str](), 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if names and total + nbytes > _BATCH:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += nbytes
+    if names:
+        yield names
 
 
 def _region(item: ReadItem) -> tuple[slice, ...]:
