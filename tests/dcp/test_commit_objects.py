@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import cloudckpt
 from cloudckpt.checkpoint import committed
@@ -107,6 +109,17 @@ def test_metadata_of_a_newer_version_are_replaced(saved, monkeypatch, tail):
     loaded = blank_like(STATE)
     cloudckpt.load(loaded, checkpoint_id=saved.uri)
     assert_same(loaded, STATE)
+
+
+def test_metadata_that_a_user_has_changed_lead_to_the_same_bytes(saved):
+    """As libraries do that rename entries before they load."""
+    reader = saved.reader()
+    metadata = reader.read_metadata()
+    places = dict(metadata.storage_data)
+    changed = dataclasses.replace(metadata, storage_data=places)
+    reader.set_up_storage_reader(changed, True)
+    (found,) = reader.places_in(changed).wholes([MetadataIndex("w", (0, 0))])
+    assert found.nbytes == places[MetadataIndex("w", (0, 0))].length
 
 
 def test_a_verification_finds_damage_in_what_only_other_readers_read(saved, monkeypatch):
