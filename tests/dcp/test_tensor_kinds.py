@@ -18,6 +18,7 @@ import cloudckpt
 from cloudckpt.errors import ShapeMismatchError, UnsupportedTensorError
 
 from .children import in_a_child
+from .layouts import LAYOUTS, spread
 from .values import assert_same, numbered
 
 
@@ -291,6 +292,20 @@ def _refusal(action: str, kind: str, place) -> str:
 @pytest.mark.parametrize("action", ["save", "load"])
 def test_a_tensor_without_memory_is_refused_and_does_not_kill_the_process(kind, action, local):
     assert in_a_child("fork", _refusal, action, kind, local).startswith("t ")
+
+
+def _save_rows(place) -> None:
+    place.save(spread({"t": numbered(4, 3)}, LAYOUTS["4 rows"]))
+
+
+@pytest.mark.parametrize("load", [cloudckpt.load, dcp.load], ids=["ours", "torch's"])
+def test_a_target_with_many_elements_in_one_place_is_refused_for_shards(load, local, ranks):
+    """The last of the rows would be in the place of all, and each part is a single row."""
+    ranks(4, _save_rows, local)
+    row = torch.zeros(1, 3)
+    with pytest.raises((UnsupportedTensorError, CheckpointException)):
+        load({"t": row.expand(4, 3)}, storage_reader=local.reader(), no_dist=True)
+    assert not row.any()
 
 
 @pytest.mark.parametrize("load", [cloudckpt.load, dcp.load], ids=["ours", "torch's"])
