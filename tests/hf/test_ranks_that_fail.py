@@ -65,6 +65,14 @@ class _OutOfMemory:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return torch.zeros(*args, **options)
 
+    @staticmethod
+    def full(*args, **options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
 
 def _save(place, layout, who, phase) -> None:
     state = spread(_state(), LAYOUTS[layout])
@@ -82,6 +90,9 @@ def _save(place, layout, who, phase) -> None:
                     state["odd"] = 3
                 case "no memory":
                     state["wide"].to_local().untyped_storage().resize_(0)
+                case "interrupt":
+                    stack.callback(setattr, sending, "_rooms", sending._rooms)
+                    sending._rooms = _interrupt
                 case "out of memory":
                     stack.callback(setattr, sending, "torch", torch)
                     sending.torch = _OutOfMemory()
@@ -177,3 +188,10 @@ def test_what_a_writer_has_begun_is_gone_if_a_save_fails_elsewhere(s3) -> None:
     with pytest.raises(RanksFailedError, match="this planner can't"):
         cloudckpt.save(state, storage_writer=writer, planner=_Failing(), no_dist=True)
     assert place.names() == place.unfinished() == []
+
+
+def test_an_interrupt_of_one_rank_is_told_to_the_others(ranks, local) -> None:
+    place = local.having(part_size=5 * 1024**2)
+    errors = ranks.errors(2, _save, place, "2 rows", 1, "interrupt", deadline=60.0)
+    assert [type(error).__name__ for error in errors] == ["RanksFailedError", "KeyboardInterrupt"]
+    assert local.names() == []

@@ -288,7 +288,7 @@ def send_work(
         group: The ranks, or None if this process is alone.
 
     Raises:
-        Exception: If this rank failed to send its share, or to hand over what others send.
+        BaseException: If this rank failed to send its share, or to hand over what others send.
     """
     tasks = transfer_group(store, config, "out", name="cloudckpt-save")
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
@@ -348,7 +348,7 @@ def send_work(
                     send(one.run, received)
             for run in work.runs:
                 send(run, {})
-        except Exception:
+        except BaseException:  # an interrupt, too: others would wait until the group's time limit
             rounds.leave()
             raise
 
@@ -373,6 +373,8 @@ class _Rounds:
         self._resolve = resolve
         self._group = group
         self._device = device_for_collectives(group) if count else "cpu"
+        # made before the memory may run out
+        self._failed = torch.zeros(1, dtype=torch.int32, device=self._device)
 
     def take_part(self, one: Round) -> dict[Chunk, torch.Tensor] | None:
         """Returns what other ranks have of this rank's run; None if another rank has failed."""
@@ -404,9 +406,9 @@ class _Rounds:
             self._are_ready(False)
 
     def _are_ready(self, ready: bool) -> bool:
-        failed = torch.full((1,), not ready, dtype=torch.int32, device=self._device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
-        return not failed.item()
+        self._failed.fill_(not ready)
+        dist.all_reduce(self._failed, dist.ReduceOp.MAX, group=self._group)
+        return not self._failed.item()
 
 
 def _rooms(chunks: Iterable[tuple[int, Chunk]], ranks: int) -> list[int]:

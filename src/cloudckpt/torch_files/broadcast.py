@@ -8,8 +8,8 @@ import io
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from cloudckpt.checkpoint.torch_private import device_for_collectives, flatten_s
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.load_plan import check_types, conversions
-from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.dcp.meeting import Meeting, RankStatus
 from cloudckpt.dcp.reader import OurReader
 from cloudckpt.errors import (
     CheckpointError,
@@ -31,6 +31,7 @@ from cloudckpt.errors import (
     InvalidURIError,
     MissingKeyError,
     ShapeMismatchError,
+    TransferCancelledError,
     UnsupportedTensorError,
 )
 from cloudckpt.events import Span, Transferred
@@ -41,6 +42,8 @@ from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
+
+_T = TypeVar("_T")
 
 _BATCH = 16 * 1024 * 1024  # bytes
 
@@ -218,14 +221,13 @@ class BroadcastingTorchSaveReader(OurReader):
         """Broadcasts the tensors in batches, each when all ranks are ready for it."""
         meeting = Meeting.of(None, no_dist=script.world == 1)
         device = "cpu" if meeting.group is None else device_for_collectives(meeting.group)
-        targets = meeting.begin(lambda: self._targets(script, plan, planner))
+        targets = _on_all(meeting, lambda: self._targets(script, plan, planner))
         landed: dict[str, torch.Tensor] = {}
         for names in (*_batches(script.tensors), ()):  # the last one only fills
             prepare = functools.partial(self._next, script, names, landed, targets, device)
-            landed = meeting.begin(prepare)
-            for whole in landed.values() if meeting.group is not None else ():
-                if whole.numel():
-                    dist.broadcast(whole.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
+            landed = _on_all(meeting, prepare)
+            if meeting.group is not None:
+                self._broadcast(landed)
         for item, tensor in itertools.chain.from_iterable(targets.values()):
             planner.commit_tensor(item, tensor)
         for item in plan.items:
@@ -241,11 +243,14 @@ class BroadcastingTorchSaveReader(OurReader):
         device: str,
     ) -> dict[str, torch.Tensor]:
         """Fills this rank's tensors with those that were broadcast; returns the next of these."""
-        for fqn, whole in landed.items():
-            for item, tensor in targets.get(fqn, ()):
-                copy_into(tensor, whole[_region(item)])
+        _fill(landed, targets)
         landed.clear()  # before there is room for the next
         return {fqn: self._room(fqn, *script.tensors[fqn], device) for fqn in names}
+
+    def _broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for whole in tensors.values():
+            if whole.numel():
+                dist.broadcast(whole.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
 
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
@@ -289,6 +294,33 @@ class BroadcastingTorchSaveReader(OurReader):
         types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
         check_types(conversions(tensors, types.get), str(self._uri), logs=bool(self._content))
         return found
+
+
+def _on_all(meeting: Meeting, prepare: Callable[[], _T]) -> _T:
+    """Returns the result of ``prepare``, if it succeeds on all ranks; a collective call.
+
+    Raises:
+        BaseException: The error of ``prepare``.
+        TransferCancelledError: If it has failed on other ranks only; the load raises their errors.
+    """
+    failure: BaseException | None = None
+    try:
+        made = prepare()
+    except BaseException as error:  # noqa: BLE001 - raised when the other ranks know of it
+        failure = error
+    statuses = meeting.exchange(RankStatus(failure=failure), has_begun=True).statuses
+    if failure is not None:
+        raise failure
+    if any(status.failure is not None for status in statuses):
+        raise TransferCancelledError("cancelled, because another rank has failed")
+    return made
+
+
+def _fill(landed: Mapping[str, torch.Tensor], targets: Mapping[str, Sequence[_Target]]) -> None:
+    """Copies whole tensors into this rank's parts of them."""
+    for fqn, whole in landed.items():
+        for item, tensor in targets.get(fqn, ()):
+            copy_into(tensor, whole[_region(item)])
 
 
 def _batches(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[list[str]]:
