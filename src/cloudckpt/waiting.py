@@ -96,15 +96,15 @@ class Waiting:
         others = _lines.begin(self, now)
         if others is None:
             return
-        end = f"{self._deadline:g} s after its first failure"
+        end = f"{self._deadline:g} s after the first failed try"
         if self._until is not None:
             end = _moment(self._until - now)
         more = f"; {others} other operations wait, too" if others else ""
         logger.warning(
-            "still waiting for the store: %s (failed tries: %d, since %s; tried until %s%s)",
+            "still waiting for the store: %s (since %s; failed tries: %d; tried until %s%s)",
             why,
-            self._failures,
             _moment(self._began - now),
+            self._failures,
             end,
             more,
         )

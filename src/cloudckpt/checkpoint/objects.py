@@ -132,7 +132,7 @@ _DRAWN = re.compile(
 
 
 def is_drawn_name(name: str) -> bool:
-    """Whether only cloudckpt makes such a name: of data, a pending object, a mark, or a test.
+    """Whether a name is of data, a pending object, a mark or a test, as only cloudckpt makes them.
 
     Each such name has one purpose, and is never reused.
     """
@@ -229,7 +229,7 @@ class WrittenObject:
             )
         if not made.index_size <= made.size < 1 << 63:
             raise ValueError(
-                "invalid metadata record: an object is smaller than its index, or larger than any"
+                "invalid metadata record: an object is smaller than its index, or has 2**63 bytes"
             )
         check_attempt(made.attempt)
         if made.folder != "":

@@ -152,7 +152,7 @@ def call_of(kind: Callable[..., Any], *kinds: type[Any]) -> Constructor:
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Decodes bytes from Latin-1 text, as pickle protocols below 3 write them."""
+    """Returns the bytes that pickle protocols below 3 write as Latin-1 text."""
     if encoding != "latin1":
         raise ValueError("invalid pickle: bytes are not given as Latin-1 text")
     return text.encode("latin1")

@@ -106,7 +106,7 @@ def check_placements(tensor: DTensor, fqn: str) -> None:
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedTensorError(
             f"{fqn} is a DTensor with a partial placement, so that no rank has its values: "
-            "redistribute it to Replicate() or Shard() before the save",
+            "redistribute it to Replicate() or Shard() before it is saved or loaded",
             item=fqn,
         )
 
@@ -157,7 +157,7 @@ class Memory(Protocol):
         """Takes bytes, kept alive by ``owner``; returns their buffer number and offset."""
 
     def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Takes a strided tensor; returns the buffer number and offset of its row-major bytes."""
+        """Takes a strided tensor, row-major; returns its buffer number, and its start in there."""
 
 
 class Layout(Protocol):

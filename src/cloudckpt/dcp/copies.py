@@ -120,7 +120,7 @@ class Copies(NamedTuple):
     samples: bool
 
     def weighed(self, planner: SavePlanner) -> int:
-        """Returns a number, such that those of all ranks add up to zero if all copies are equal."""
+        """Returns this rank's number; all ranks' sum is 0 modulo 2**64 if all copies are equal."""
         total = 0
         for weight, items in self.sets:
             values = (_value(item, planner) for item in items)

@@ -362,7 +362,7 @@ def _validate(table: Table, ranks: int) -> None:
 
 
 def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:
-    """Yields the numbers of the tensors whose chunks may overlap or leave gaps."""
+    """Yields lists of tensors' numbers whose chunks may overlap or, with ranks, leave gaps."""
     elements = column_of([math.prod(form.shape or ()) for form in table.forms])
     for dims, chunks in table.chunks.items():
         if not dims:

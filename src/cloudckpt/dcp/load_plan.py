@@ -186,9 +186,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         )
         if replaced and self.tells and self.is_coordinator:
             logger.warning(
-                "%s: %d tensors of the state dict are other values in the checkpoint, such as %s. "
+                "%s: %d tensors of the state dict are not tensors in the checkpoint, such as %s. "
                 "The loaded values replace them in the state dict; the tensors themselves are not "
-                "changed. Pass the loaded state dict to load_state_dict",
+                "changed, so pass the loaded state dict to load_state_dict",
                 self._uri,
                 len(replaced),
                 replaced[0],

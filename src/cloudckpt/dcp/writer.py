@@ -358,8 +358,8 @@ class CloudStorageWriter(OurWriter):
         """Sends this rank's items; returns when the store has all of them."""
         if self.is_incremental:
             logger.warning(
-                "%s: everything is uploaded: only cloudckpt.save can save incrementally, with a "
-                "CloudStorageWriter of no derived class",
+                "%s: everything is uploaded, because only cloudckpt.save with a CloudStorageWriter "
+                "itself, not one of a derived class, saves incrementally",
                 self.uri,
             )
         future: Future[list[WriteResult]] = Future()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import time
 from urllib.parse import urlsplit
 
@@ -105,5 +106,8 @@ def _duration(seconds: float) -> str:
 
 
 def _is_near(host: str) -> bool:
-    """Returns whether a host name is this machine's or an address in a private network."""
-    return host in ("localhost", "::1") or host.startswith(("127.", "10.", "192.168."))
+    """Returns whether a host is localhost, or an address of this machine or a private network."""
+    try:
+        return ipaddress.ip_address(host).is_private
+    except ValueError:
+        return host == "localhost"

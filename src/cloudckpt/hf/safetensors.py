@@ -93,7 +93,7 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The bytes that the chunk takes in the file."""
         return math.prod(length for _, length in self.box) * self.dtype.itemsize
 
 

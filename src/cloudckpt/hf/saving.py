@@ -325,7 +325,7 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def _agreed(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns the names that all ranks with their elements report as tied, each with its tie."""
+    """Returns tied names with the name whose memory they share, if all their ranks report it."""
     of: dict[str, set[str]] = {}
     for ties_of_rank in ties:
         for name, first in ties_of_rank.items():

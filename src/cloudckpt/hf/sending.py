@@ -200,7 +200,8 @@ class FileUpload(ObjectUpload):
     def __init__(
         self, *args: Any, upload: Upload | None = None, first: int = 1, **options: Any
     ) -> None:
-        """
+        """Makes an upload, which continues ``upload`` if that is given; sends no request.
+
         Args:
             *args: Arguments of :class:`~cloudckpt.transfer.upload.ObjectUpload`.
             upload: The upload, if it was begun before, possibly by another process.

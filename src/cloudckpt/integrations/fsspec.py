@@ -211,8 +211,9 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return io.BufferedReader(ObjectFile(pinned, self._config))
         if mode != "wb" or not autocommit:
             raise NotImplementedError(
-                f"mode {mode!r}{'' if autocommit else ' in a transaction'} is not supported: "
-                "objects are written as a whole, with mode 'wb'"
+                f"{self._uri(path)} can't be opened with mode {mode!r}"
+                f"{'' if autocommit else ' in a transaction'}: objects are written as a whole, "
+                "with mode 'wb' outside of transactions"
             )
         store, key, _retrier = self._place(path)
         return WrittenFile(store, key, self._config)

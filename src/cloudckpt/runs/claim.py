@@ -133,14 +133,17 @@ def copy_claim(
 
 def _taken(run: Run, by: Owner | None) -> CheckpointConflictError:
     """Makes the error for a job whose run was claimed by another job, or whose claim is gone."""
-    what = f"the object {CLAIM} of this run was deleted, so something may be deleting the run"
-    if by is not None:
-        what = f"another job has started to save into this run: {by.who}"
-    return CheckpointConflictError(
-        f"{what}. Two training jobs in one run would delete and replace each other's checkpoints: "
-        "give one of them its own folder, or stop it",
-        uri=str(run.root),
+    what = (
+        f"the object {CLAIM} of this run was deleted, so this job no longer saves into it: find "
+        "out what deletes objects here, such as a lifecycle rule, and start the job again"
     )
+    if by is not None:
+        what = (
+            f"another job has started to save into this run: {by.who}. Two training jobs in one "
+            "run would delete and replace each other's checkpoints: give one of them its own "
+            "folder, or stop it"
+        )
+    return CheckpointConflictError(what, uri=str(run.root))
 
 
 _MANY_JOBS = 100  # a line of more jobs drops those that have no committed step any more

@@ -90,7 +90,7 @@ def runs_beneath(
 
 
 def _list(view: View, uri: CheckpointURI) -> tuple[list[str], bool]:
-    """Returns the names of a folder's subfolders, and whether the folder is a checkpoint."""
+    """Returns the names of subfolders, and whether objects of a checkpoint lie in the folder."""
     level = view.level(below := uri.key(""))
     names = [one for one in level if isinstance(one, str)]
     if names and len(level) >= AT_FIRST:

@@ -56,7 +56,7 @@ def transfer_group(
 
 
 class _Paced:
-    """Passes the bytes that a store has moved, and the CPU time used, to a :class:`LaneSearch`."""
+    """Sets a group's width by a :class:`LaneSearch`, from the bytes moved and the CPU time used."""
 
     def __init__(
         self, search: LaneSearch, store: RangeReader, place: tuple[str, Direction]

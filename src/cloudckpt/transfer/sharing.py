@@ -355,6 +355,6 @@ class _Fetched:
 
 
 def _wait(wait: Callable[[float], bool], download: Download) -> None:
-    """Waits, by calls with a timeout in seconds, until one succeeds or the download has failed."""
+    """Calls ``wait`` with a timeout in seconds until it returns True or the download fails."""
     while not wait(0.2) and not download.cancellation.is_set:
         pass

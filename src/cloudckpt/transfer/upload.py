@@ -185,7 +185,7 @@ class ObjectUpload:
             self._group.submit(lambda: self._put_part(first))
 
     def _send_waiting(self) -> None:
-        """Sends the next waiting part, once all parts before it have their checksums."""
+        """Sends the next waiting part if all parts before it have their checksums."""
         with self._lock:
             if not self._waiting or self._summed < self._waiting[0].number - 1:
                 return
@@ -325,7 +325,8 @@ class NamedUpload(ObjectUpload):
 
     def _abort_twins(self) -> None:
         logger.warning(
-            "%s: an empty multipart upload could not be aborted; cloudckpt sweep aborts it later",
+            "%s: the store did not answer the request to begin an upload, so an empty one may be "
+            "left: run cloudckpt sweep to abort it",
             self._store.uri(self.key),
         )
 

@@ -349,7 +349,7 @@ class AzureStore(RestStore):
 
 
 def _crc64(headers: Mapping[str, str]) -> int | None:
-    """Returns the CRC64 in a response's headers, where it has eight little-endian bytes."""
+    """Returns the CRC64 in a response's headers (base64, little-endian); None if it is missing."""
     spelled = headers.get("x-ms-content-crc64")
     return int.from_bytes(base64.b64decode(spelled), "little") if spelled else None
 

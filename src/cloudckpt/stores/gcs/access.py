@@ -257,7 +257,7 @@ def _none(exc: Exception, uri: str) -> CredentialsError:
 
 
 def _is_passing(exc: Exception) -> bool:
-    """Returns whether the credentials service did not respond, or asked to retry later."""
+    """Returns whether a failed lookup of credentials may succeed later, as it was transient."""
     chain = list(causes(exc))
     # an invalid request, which was never sent
     if any(isinstance(inner, ValueError) for inner in chain):

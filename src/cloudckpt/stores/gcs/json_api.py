@@ -104,7 +104,9 @@ def answer_of(reply: Reply) -> dict[str, Any]:
     """
     answer = json.loads(reply.read_all())
     if not isinstance(answer, dict) or "error" in answer:
-        raise ValueError("the response is not a JSON object: check the endpoint and the proxy")
+        raise ValueError(
+            "the response is not a JSON object, or is an error although its status is 200"
+        )
     return answer
 
 

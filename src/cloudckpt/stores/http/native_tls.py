@@ -161,7 +161,7 @@ def _words(address: int) -> _Words:
         _UnfitError: If the address is null, misaligned or not readable.
     """
     if not address or address % _WORD or address >= 1 << (8 * _WORD - 1):
-        raise _UnfitError("a pointer to OpenSSL's TLS connection is null")
+        raise _UnfitError("a pointer to OpenSSL's TLS connection is null or invalid")
     there = (ctypes.c_char * (_FIRST * _WORD)).from_address(address)
     try:
         taken, given = os.pipe()

@@ -308,7 +308,10 @@ def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> 
         row = DIALECTS[options.dialect]
     given = [name for name in sorted(row.useless) if getattr(options, name)]
     if given:
-        raise ConfigError(f"{', '.join(given)}: {row.title} does not support this; leave it out")
+        options_given = ", ".join(f"{name}=" for name in given)
+        raise ConfigError(
+            f"S3Options({options_given}): {row.title} does not support this; leave it out"
+        )
     return row
 
 
