@@ -300,9 +300,10 @@ def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) ->
     """
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     if len(first) < LENGTH_BYTES or not 2 <= length <= min(MOST_HEADER_BYTES, size - LENGTH_BYTES):
+        claim = f", and its header should have {length}" if len(first) >= LENGTH_BYTES else ""
         raise CheckpointCorruptError(
-            f"not a safetensors file, or truncated: it has {size} bytes, and its header should "
-            f"have {length}. Download or save it again",
+            f"not a safetensors file, or truncated: it has {size} bytes{claim}. Download or save "
+            "it again",
             uri=uri,
         )
     return length
