@@ -60,9 +60,9 @@ SHOWN = {
     f"export {STEP_4} PATH/model": "1 | 1 | SIZE | SIZE | PATH/model",
     f"export {STEP_4} PATH/model --dry-run": "1 | SIZE | PATH/model",
     "rm PATH/run/step-1 'PATH/run/step-3*' --yes": """
-        deleted | PATH/run/step-1
+        deleted | URI/run/step-1
         deleted | URI/run/step-3""",
-    "rm PATH/run/step-1 --dry-run": "would delete | PATH/run/step-1",
+    "rm PATH/run/step-1 --dry-run": "would delete | URI/run/step-1",
     "rm PATH/run --recursive --dry-run": """
         would delete | URI/run/step-1
         would delete | URI/run/step-2
@@ -207,30 +207,55 @@ def test_rm_recursive_that_is_interrupted_leaves_no_half_of_a_checkpoint(cli, ru
     monkeypatch.undo()
 
 
-def test_rm_deletes_what_is_there_and_names_all_that_is_not(cli, run):
-    ended = cli("rm", *(run / f"step-{step}" for step in (1, 8, 9, 3)), "--yes")
+@pytest.mark.parametrize(
+    ("option", "action"), [("--yes", "deleted"), ("--dry-run", "would delete")]
+)
+def test_rm_deletes_what_is_there_and_names_all_that_is_not(cli, run, option, action):
+    (run / "step-3" / ".metadata").write_bytes(b"damaged")
+    ended = cli("rm", *(run / f"step-{step}" for step in (1, 8, 9, 3)), option)
     assert ended.code == 3
-    assert [row[1].split("/")[-1] for row in ended.rows] == ["step-1", "step-3"]
+    assert ended.rows == [[action, (run / f"step-{step}").as_uri()] for step in (1, 3)]
     assert all(f"step-{step}" in ended.err for step in (8, 9))
 
 
 @pytest.mark.parametrize(
-    ("command", "actions"),
+    ("command", "steps"),
     [
-        ("prune RUN --max-to-keep 1 --yes", ["deleted", "kept", "deleted"]),
-        ("rm RUN -r --yes", ["deleted", "kept", "kept", "kept"]),
-        ("rm RUN/step-1 RUN/step-2 RUN/step-3 --yes", ["deleted", "kept", "kept"]),
+        ("rm RUN/step-3 RUN/step-[3-5]* RUN/step-[45]*", [3, 4, 5]),
+        ("rm -r RUN/.. RUN RUN/step-3", [1, 2, 3, 4, 5]),
     ],
 )
+@pytest.mark.parametrize(
+    ("option", "action"), [("--dry-run", "would delete"), ("--yes", "deleted")]
+)
+def test_rm_deletes_and_names_once_what_is_given_twice(cli, run, command, steps, option, action):
+    ended = cli(
+        *command.replace("RUN/..", str(run.parent)).replace("RUN", str(run)).split(), option
+    )
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.rows == [[action, (run / f"step-{step}").as_uri()] for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("command", "others"),
+    [
+        ("prune RUN --max-to-keep 1 --yes", ["deleted"]),
+        ("rm RUN -r --yes", ["kept", "kept"]),
+        ("rm RUN/step-1 RUN/step-2 RUN/step-3 --yes", ["kept"]),
+    ],
+)
+@pytest.mark.parametrize(("refused", "action"), [(".metadata", "kept"), (".distcp", "deleted")])
 def test_deletions_that_fail_midway_list_what_is_deleted_and_what_is_kept(
-    cli, monkeypatch, command, actions
+    cli, monkeypatch, command, others, refused, action
 ):
-    store = FaultyStore(MemoryStore("midway"))
+    store = FaultyStore(MemoryStore(f"midway{refused}"))
     monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: lambda uri, config: store})
     run = f"{store.root}/{len(command)}"
     for step in range(1, 5):
         cloudckpt.save({"w": torch.ones(2)}, checkpoint_id=f"{run}/step-{step}")
-    store.fail("delete", AccessDeniedError, where=lambda key: key.endswith("step-2/.metadata"))
+    is_refused = lambda key: "step-2/" in key and key.endswith(refused)  # noqa: E731
+    store.fail("delete", AccessDeniedError, where=is_refused)
+    actions = ["deleted", action, *others]
     ended = cli(*command.replace("RUN", run).split())
     assert (ended.code, "injected" in ended.err) == (1, True)
     assert [row[0] for row in ended.rows] == actions

@@ -33,9 +33,11 @@ from cloudckpt.errors import (
     ConfigError,
     DifferentCheckpointsError,
 )
+from cloudckpt.integrations.saves import Saves
 from cloudckpt.runs import catalog, deleting, prune
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.preemption import Preemption
+from cloudckpt.runs.steps import Retention
 from runs.managed import damage, fill, managed, save, state, value
 
 BY_LOSS = {"best_metric": "loss", "best_mode": "min"}
@@ -207,21 +209,33 @@ def test_a_job_whose_claim_could_not_be_written_deletes_old_steps(run, monkeypat
 # what is kept
 
 
-def test_what_can_not_be_deleted_does_not_fail_the_training(folder, caplog, monkeypatch) -> None:
+@pytest.mark.parametrize(("held", "left"), [(".metadata", [1, 3]), (".distcp", [3])])
+@pytest.mark.parametrize("by", ["a manager", "a framework's saves"])
+def test_a_step_that_can_not_be_deleted_fails_no_training_and_keeps_no_other(
+    folder, caplog, monkeypatch, held, left, by
+) -> None:
     fill(folder, 1, 2)
+    unlink = Path.unlink
 
-    def deny(*_args, **_options):
-        raise PermissionError("no")
+    def deny(path: Path, *args, **options) -> None:
+        if path.parent.name == "step-1" and path.name.endswith(held):
+            raise PermissionError("no")
+        unlink(path, *args, **options)
 
     monkeypatch.setattr(Path, "unlink", deny)
-    with managed(folder, max_to_keep=1) as manager, caplog.at_level(logging.ERROR, "cloudckpt"):
+    is_manager = by == "a manager"
+    with managed(folder, max_to_keep=1 if is_manager else None) as manager:
         manager.restore(state())
         save(manager, 3)
-        assert manager.all_steps() == [1, 2, 3]
-        assert "step 1 could not be deleted" in caplog.text
+        if not is_manager:
+            Saves(Config()).keep_newest(Run(folder), Retention(max_to_keep=1))
+        assert manager.all_steps() == left
+        what = "could not be deleted" if 1 in left else "was deleted, but some of its data stays"
+        assert f"step 1 {what}" in caplog.text
         monkeypatch.undo()
-        save(manager, 4)
-        assert manager.all_steps() == [4]
+        if is_manager:
+            save(manager, 4)
+            assert manager.all_steps() == [4]
 
 
 class Unreadable:

@@ -14,6 +14,7 @@ import cloudckpt
 from cloudckpt.cli.app import say
 from cloudckpt.cli.call import RUNS, Call, command, seconds
 from cloudckpt.cli.output import Moment, Size, safe
+from cloudckpt.config import config_or_default
 from cloudckpt.errors import CheckpointNotFoundError
 from cloudckpt.runs import CheckpointSummary, finding
 from cloudckpt.runs.catalog import Run
@@ -231,12 +232,12 @@ def rm(call: Call, locations: list[str], *, recursive: bool = False) -> None:
         recursive: Delete whole runs, at the locations or beneath them: all checkpoints, and the
             leftovers of killed saves. No job may be saving there.
     """
-    runs, alone = list[Run](), list[str]()
+    runs, alone = dict[CheckpointURI, Run](), dict[CheckpointURI, None]()
     for uri in [uri for one in locations for uri in finding.matching(one, call.config)]:
         found = _runs_beneath(call, [uri]) if recursive else []
-        runs += found
-        alone += [] if found else [uri]
-    _delete(call, alone, runs)
+        runs |= {run.root: run for run in found}
+        alone |= {} if found else {CheckpointURI.parse(uri): None}
+    _delete(call, [*alone], [*runs.values()])
 
 
 @command(RUNS, writes=True, asks=True)
@@ -289,7 +290,8 @@ def prune(
         step_name=step_name,
         config=call.config,
     )
-    found, gone = rule(dry_run=True), set[str]()
+    found = rule(dry_run=True)
+    gone = set(found if call.dry_run else ())
     if found and not call.dry_run:
         call.confirm(f"Delete {_named(found)}?")
     try:
@@ -308,39 +310,48 @@ def _named(uris: Sequence[str]) -> str:
 
 def _show_deleted(call: Call, wanted: Sequence[str], gone: Collection[str]) -> None:
     """Prints for each checkpoint whether it was deleted or kept, in a dry run would be deleted."""
+    deleted = [uri for uri in wanted if uri in gone]
     kept = [] if call.dry_run else [uri for uri in wanted if uri not in gone]
-    verb = "would delete" if call.dry_run else "deleted"
-    rows = [{"action": "kept" if uri in kept else verb, "checkpoint": uri} for uri in wanted]
-    deleted = [uri for uri in wanted if uri not in kept]
+    actions = dict.fromkeys(deleted, "would delete" if call.dry_run else "deleted")
+    actions |= dict.fromkeys(kept, "kept")
+    rows = [{"action": actions[uri], "checkpoint": uri} for uri in wanted if uri in actions]
     call.done(rows, {"checkpoints": deleted, "kept": kept})
 
 
-def _delete(call: Call, uris: Sequence[str], runs: Sequence[Run]) -> None:
+def _delete(call: Call, places: Sequence[CheckpointURI], runs: Sequence[Run]) -> None:
     """Deletes checkpoints and whole runs, after a confirmation by the user.
 
     Raises:
         CheckpointNotFoundError: For the first checkpoint that does not exist, after all others were
             deleted.
     """
-    from cloudckpt.runs.deleting import delete_run
+    from cloudckpt.runs.deleting import delete_at, delete_run
 
     inside = {run: cloudckpt.list_checkpoints(run.root, config=call.config) for run in runs}
     listed = [one for found in inside.values() for one in found]
-    every = [*(one.uri for one in listed), *uris]
+    every = [*dict.fromkeys([*(one.uri for one in listed), *map(str, places)])]
     if every and not call.dry_run:
         size = as_size(sum(one.nbytes for one in listed))
         whole = f"whole runs of {size}, with " if runs else ""
         call.confirm(f"Delete {whole}{_named(every)}?")
     gone, missing = set[str](), dict[str, CheckpointNotFoundError]()
-    remove = partial(cloudckpt.inspect if call.dry_run else cloudckpt.delete, config=call.config)
+    if call.dry_run:
+        gone.update(one.uri for one in listed)
     try:
         for run, found in () if call.dry_run else inside.items():
             delete_run(run.root, config=call.config, deleted=gone.add)
             gone.update(one.uri for one in found)  # also those that were never committed
-        for uri in uris:
+        for place in places:
+            uri = str(place)
+            if uri in gone:  # with its run
+                continue
             try:
-                remove(uri)
-                gone.add(uri)
+                if not call.dry_run:
+                    delete_at(place, config_or_default(call.config), deleted=partial(gone.add, uri))
+                elif cloudckpt.exists(place, config=call.config):
+                    gone.add(uri)
+                else:
+                    raise CheckpointNotFoundError("there is no committed checkpoint here", uri=uri)
             except CheckpointNotFoundError as error:
                 missing[uri] = error
     finally:

@@ -32,7 +32,7 @@ from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError, CloudCh
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import OwnLine
 from cloudckpt.runs.deleting import delete_at
-from cloudckpt.runs.pruning import delete_step
+from cloudckpt.runs.pruning import try_to_delete_step
 from cloudckpt.runs.restoring import goal_of, restore_newest
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import CheckpointURI
@@ -261,7 +261,7 @@ class Saves:
                 with contextlib.suppress(CheckpointNotFoundError):
                     delete_at(place, self._options.config, self._check_of(place.parent))
             except CloudCheckpointError as error:
-                logger.error("%s could not be deleted, and stays: %s", uri, error)
+                logger.error("%s, or some of its data, could not be deleted: %s", uri, error)
 
         self.then(act)
 
@@ -271,8 +271,7 @@ class Saves:
         """Deletes the steps of this training that ``retention`` does not keep; logs errors.
 
         The step that this job resumed, steps that are saved anew meanwhile, and steps of other
-        trainings stay. The next call deletes what
-        could not be deleted.
+        trainings stay. The next call tries again to delete steps that could not be deleted.
 
         Args:
             run: The run.
@@ -285,7 +284,7 @@ class Saves:
             history, check = run.history(), self._check_of(run.root)
             for step in retention.unneeded(history.line):
                 if step not in kept and step != self._resumed.get(run.root):
-                    delete_step(run, history, step, check)
+                    try_to_delete_step(run, history, step, check)
         except CloudCheckpointError as error:
             logger.error(
                 "%s: old checkpoints could not be deleted, and stay until the next save: %s",

@@ -53,7 +53,10 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
 
 
 def delete_at(
-    location: CheckpointURI, config: Config, check: Callable[[], None] = lambda: None
+    location: CheckpointURI,
+    config: Config,
+    check: Callable[[], None] = lambda: None,
+    deleted: Callable[[], object] = lambda: None,
 ) -> None:
     """Deletes a committed checkpoint as :func:`delete` does, after a check by the caller.
 
@@ -62,6 +65,7 @@ def delete_at(
         config: Options.
         check: Called after the commit object was read and before it is deleted; if it raises,
             nothing is deleted.
+        deleted: Called when the commit object is deleted, before the data.
     """
     store, retrier = open_store(location, config), Retrier(config.retry)
     commit = location.key(METADATA)
@@ -87,6 +91,7 @@ def delete_at(
             "not deleted",
             uri=str(location),
         ) from error
+    deleted()
     keys = no_longer_needed(store, location, gone, config)
     delete_all(
         store,
@@ -116,7 +121,7 @@ def delete_run(
     Args:
         run: The folder of the run.
         config: Options.
-        deleted: Called with the URI of each checkpoint when it is deleted.
+        deleted: Called with the URI of each checkpoint when its commit object is deleted.
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
@@ -125,9 +130,10 @@ def delete_run(
     location, config = CheckpointURI.parse(run), config_or_default(config)
     found = list_checkpoints(location, config=config)
     for uri in [one.uri for one in found if one.is_committed]:
-        with contextlib.suppress(CheckpointNotFoundError):  # another process has deleted it
-            delete(uri, config=config)
-        deleted(uri)
+        try:
+            delete_at(CheckpointURI.parse(uri), config, deleted=partial(deleted, uri))
+        except CheckpointNotFoundError:  # another process has deleted it
+            deleted(uri)
     sweep(location, older_than=0, config=config)
     store, claim = open_store(location, config), location.key(CLAIM)
     delete_all(store, [claim], config.retry, threads=1, what="objects of a deleted run")

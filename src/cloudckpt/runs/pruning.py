@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal
 
 from cloudckpt.background.save import SaveFuture
@@ -32,7 +33,7 @@ from cloudckpt.runs.deleting import delete_at
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import URILike
 
-__all__ = ["Pruner", "best_step", "delete_step", "prune"]
+__all__ = ["Pruner", "best_step", "prune", "try_to_delete_step"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -80,7 +81,7 @@ def prune(
         dry_run: Whether to delete nothing, and only return what would be deleted.
         step_name: The pattern of the checkpoints' folder names.
         config: Options.
-        deleted: Called with the URI of each checkpoint when it is deleted.
+        deleted: Called with the URI of each checkpoint when its commit object is deleted.
 
     Returns:
         The URIs of the deleted checkpoints: the steps on the line, oldest first, then abandoned
@@ -132,12 +133,14 @@ def _delete_steps(
 ) -> list[str]:
     """Deletes steps for :func:`prune`; returns the URIs of the deleted ones."""
     gone, failures = list[int](), list[CloudCheckpointError]()
+
+    def note(step: int) -> None:
+        gone.append(step)
+        deleted(uris[step])
+
     for step, uri in uris.items():
         try:
-            if delete_step(run, history, step):
-                gone.append(step)
-                deleted(uri)
-            else:
+            if not _delete_step(run, history, step, deleted=partial(note, step)):
                 logger.warning("%s was saved anew meanwhile, and was not deleted", uri)
         except TransientStoreError as error:
             failures.append(error)
@@ -154,8 +157,13 @@ def _delete_steps(
     return [uris[step] for step in gone]
 
 
-def delete_step(
-    run: Run, history: History, step: int, check: Callable[[], None] = lambda: None
+def _delete_step(
+    run: Run,
+    history: History,
+    step: int,
+    check: Callable[[], None] = lambda: None,
+    *,
+    deleted: Callable[[], object],
 ) -> bool:
     """Deletes a step of a history, unless it was saved anew since its notes were read.
 
@@ -164,6 +172,7 @@ def delete_step(
         history: The notes of its steps.
         step: The step.
         check: Called right before the deletion; if it raises, nothing is deleted.
+        deleted: Called when the step is gone, even if some of its data can't be deleted then.
 
     Returns:
         Whether the step is gone, by this call or another process; False if it was saved anew.
@@ -178,12 +187,42 @@ def delete_step(
             raise CheckpointReplacedError("the checkpoint was saved anew meanwhile")
 
     try:
-        delete_at(run.uri(step), run.config, check_notes)
+        delete_at(run.uri(step), run.config, check_notes, deleted)
     except CheckpointReplacedError:
         return False
     except CheckpointNotFoundError:
-        pass  # another process has deleted it
+        deleted()  # by another process
     return True
+
+
+def try_to_delete_step(run: Run, history: History, step: int, check: Callable[[], None]) -> None:
+    """Deletes a step of a history, unless it was saved anew; logs why it can't be deleted.
+
+    Args:
+        run: The run.
+        history: The notes of its steps.
+        step: The step.
+        check: Checks the claim of the run, right before the deletion.
+
+    Raises:
+        CheckpointConflictError: If another job has claimed the run: no step may be deleted.
+        TransientStoreError: If the store can't be reached: for other steps it can't be, either.
+    """
+    gone = list[int]()
+    try:
+        _delete_step(run, history, step, check, deleted=partial(gone.append, step))
+    except (CheckpointConflictError, TransientStoreError):
+        raise
+    except CloudCheckpointError as error:
+        logger.error(
+            "%s: step %d %s: %s",
+            run.root,
+            step,
+            "was deleted, but some of its data stays until cloudckpt sweep deletes it"
+            if gone
+            else "could not be deleted, and stays until the next save",
+            error,
+        )
 
 
 def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
@@ -332,18 +371,10 @@ class Pruner:
         self._logged = {*history.unread, *history.abandoned}
 
     def _prune(self, history: History, step: int) -> None:
-        """Deletes a step, unless it was saved anew since its notes were read."""
+        """Deletes a step, unless it is in use or was saved anew since its notes were read."""
         with self.in_use.deleted(step) as is_free:
-            if not is_free:
-                return
-            try:
-                delete_step(self._run, history, step, self._line.check_claim)
-            except CheckpointConflictError:
-                raise  # another job has claimed the run: no step may be deleted
-            except CloudCheckpointError as error:
-                logger.error(
-                    "step %d could not be deleted, and stays until the next save: %s", step, error
-                )
+            if is_free:
+                try_to_delete_step(self._run, history, step, self._line.check_claim)
 
 
 class StepsInUse:
