@@ -351,7 +351,8 @@ def _delete(call: Call, places: Sequence[CheckpointURI], runs: Sequence[Run]) ->
                 elif cloudckpt.exists(place, config=call.config):
                     gone.add(uri)
                 else:
-                    raise CheckpointNotFoundError("there is no committed checkpoint here", uri=uri)
+                    what = "there is no committed checkpoint here; --recursive deletes whole runs"
+                    raise CheckpointNotFoundError(what, uri=uri)
             except CheckpointNotFoundError as error:
                 missing[uri] = error
     finally:
