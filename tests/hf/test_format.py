@@ -151,7 +151,7 @@ def test_an_index_stays_in_its_folder() -> None:
 
     assert parse_index(index("a.safetensors"), "") == {"w": "a.safetensors"}
     for name in ("../a.safetensors", "/etc/passwd", "", "a/../b"):
-        with pytest.raises(CheckpointCorruptError, match="outside"):
+        with pytest.raises(CheckpointCorruptError):
             parse_index(index(name), "")
     for data in (b"{}", b'{"weight_map": []}', b'{"weight_map": {"w": 1}}', b"\xff"):
         with pytest.raises(CheckpointCorruptError, match="index"):
