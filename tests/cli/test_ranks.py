@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -12,51 +13,50 @@ import torch.distributed as dist
 
 import cloudckpt
 from cli.test_tampered import of_tensor
-
-_COMMANDS = """
-import os
-import pathlib
-import sys
-import time
-from cloudckpt.cli import main
-
-codes = pathlib.Path(sys.argv[2])
-for number, command in enumerate(sys.argv[1].split(";")):
-    sys.argv, code = ["cloudckpt", *command.split()], 0
-    try:
-        main()
-    except SystemExit as ended:
-        code = ended.code or 0
-    sys.stdout.flush()
-    (codes / f"{number}.{os.environ['RANK']}").write_text(str(code))
-    while len([*codes.glob(f"{number}.*")]) < 2:  # as if each had a torchrun of its own
-        time.sleep(0.05)
-"""
+from support.emulators import free_port
 
 
-def test_ranks_of_torchrun_divide_the_work_end_alike_and_the_first_one_speaks(run, tmp_path):
-    state = {name: torch.ones(100_000) for name in "abcdefgh"}
-    cloudckpt.save(state, checkpoint_id=run / "step-9")
-    (tmp_path / "commands.py").write_text(_COMMANDS)
-    damaged = tmp_path / "damaged" / "step-5"
-    cloudckpt.copy(run / "step-5", damaged)
-    of_tensor(damaged)
-    copy = tmp_path / "copy"
-    commands = f"cp {run} {copy} --json; verify {copy}/step-9; cp {damaged} {copy}-5 --ranks"
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command on two ranks; it ends with 1 if one of them does not with 0."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(tmp_path / "commands.py"), commands, str(tmp_path / "codes")]
-    (tmp_path / "codes").mkdir()
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=250, check=False
+    return subprocess.run(
+        [sys.executable, *command, "-m", "cloudckpt", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
     )
+
+
+def test_ranks_of_torchrun_divide_a_copy_and_the_first_one_speaks(run, tmp_path):
+    state = {name: torch.ones(100_000) for name in "abcdefgh"}
+    config = cloudckpt.Config(part_size=5 * 2**20)
+    cloudckpt.save(state, checkpoint_id=run / "step-9", config=config)
+    done = torchrun("cp", str(run), str(tmp_path / "copy"), "--json")
     assert done.returncode == 0, done.stderr
-    document, _, rest = done.stdout.partition("}\n")
-    assert json.loads(document + "}")["checkpoints"] == 5
-    assert rest.split("\t")[:2] == ["intact", "8"], (done.stderr, [(f.name, f.read_text()) for f in (tmp_path / "codes").iterdir()], done.stdout)
-    assert rest.count("\n") == 1
-    assert done.stderr.count("cloudckpt: ") == 1
-    assert {(tmp_path / "codes" / f"2.{rank}").read_text() for rank in "01"} == {"4"}
-    assert not copy.with_name("copy-5").exists()
+    assert json.loads(done.stdout)["checkpoints"] == 5
+    found = torchrun("verify", str(tmp_path / "copy" / "step-9"))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split("\t")[:2] == ["intact", "8"]
+
+
+def test_ranks_end_with_the_same_code_and_one_says_why(run, tmp_path):
+    of_tensor(run / "step-5")
+    command = ["-m", "cloudckpt", "cp", "--ranks", str(run / "step-5"), str(tmp_path / "copy")]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, **place, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [child.communicate(timeout=250)[1] for child in children]
+    assert [child.returncode for child in children] == [4, 4], told
+    assert ["cloudckpt: " in text for text in told] == [True, False]
+    assert not list(tmp_path.glob("copy/*"))
 
 
 @pytest.fixture
@@ -81,22 +81,22 @@ def in_a_pod(monkeypatch):
     return asked
 
 
-def test_in_a_pod_of_a_running_job_a_command_works_alone_unless_it_is_told_of_ranks(
-    cli, run, tmp_path, in_a_pod, monkeypatch
-):
-    step = run / "step-5"
-    ended = cli("verify", step)
+def test_in_a_pod_of_a_running_job_a_command_works_alone(cli, run, tmp_path, in_a_pod):
+    ended = cli("verify", run / "step-5")
     assert (ended.code, "works alone" in ended.err) == (0, True)
-    ended = cli("cp", step, tmp_path / "copy", "--no-ranks")
+    ended = cli("cp", run / "step-5", tmp_path / "copy", "--no-ranks")
     assert (ended.code, ended.err) == (0, "")
     assert not in_a_pod
-    ended = cli("verify", step, "--ranks")
+
+
+def test_torchrun_or_a_flag_says_that_there_are_ranks(cli, run, in_a_pod, monkeypatch):
+    ended = cli("verify", run / "step-5", "--ranks")
     assert (ended.code, "did not connect to each other" in ended.err) == (1, True)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert cli("verify", step).code == 1
+    assert cli("verify", run / "step-5").code == 1
     assert len(in_a_pod) == 2
-    assert cli("verify", step, "--no-ranks").code == 0
+    assert cli("verify", run / "step-5", "--no-ranks").code == 0
     monkeypatch.delenv("WORLD_SIZE")
-    ended = cli("verify", step, "--ranks")
+    ended = cli("verify", run / "step-5", "--ranks")
     assert (ended.code, "MASTER_ADDR" in ended.err) == (2, True)
     assert len(in_a_pod) == 2
