@@ -21,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 from support.authority import Authority
-from support.wire.request import read_chunks
 
 __all__ = ["Answer", "Answering", "Recorded", "Recorder", "recording"]
 
@@ -168,8 +167,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         if "chunked" in self.headers.get("Transfer-Encoding", ""):
-            return b"".join(read_chunks(self.rfile))
+            return b"".join(self._chunks())
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def _chunks(self) -> Iterator[bytes]:
+        """Yields the payload of ``Transfer-Encoding: chunked``, without its trailers."""
+        while size := int(self.rfile.readline().partition(b";")[0].strip() or b"0", 16):
+            yield self.rfile.read(size)
+            self.rfile.readline()
+        while self.rfile.readline().strip():
+            pass
 
     def log_message(self, *arguments: object) -> None:
         """Nothing is printed."""
