@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote, unquote
 from xml.sax.saxutils import escape
@@ -97,16 +97,18 @@ def _abort(state: State, call: Call, bucket: str, key: str) -> Answer:
 
 def _list_uploads(state: State, call: Call, bucket: str, key: str) -> Answer:
     """All of them, on one page."""
-    prefix = call.request.query.get("prefix", "")
+    query = call.request.query
+    prefix, is_encoded = query.get("prefix", ""), query.get("encoding-type") == "url"
+    spelled: Callable[[str], str] = quote if is_encoded else str
     with state.lock:
         held = sorted(state.uploads.values(), key=lambda upload: (upload.key.encode(), upload.id))
     entries = "".join(
-        f"<Upload>{_elements([('Key', quote(upload.key)), ('UploadId', upload.id)])}</Upload>"
+        f"<Upload>{_elements([('Key', spelled(upload.key)), ('UploadId', upload.id)])}</Upload>"
         for upload in held
         if upload.bucket == bucket and upload.key.startswith(prefix)
     )
-    assert call.request.query["encoding-type"] == "url"
-    fields = [("Bucket", bucket), ("EncodingType", "url"), ("IsTruncated", "false")]
+    fields = [("Bucket", bucket), ("IsTruncated", "false")]
+    fields += [("EncodingType", "url")] if is_encoded else []
     return _document("ListMultipartUploadsResult", _elements(fields) + entries)
 
 
