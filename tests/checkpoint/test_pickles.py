@@ -30,7 +30,7 @@ import cloudckpt
 from cloudckpt.checkpoint.archives import describe_tensor
 from cloudckpt.checkpoint.foreign import load_metadata
 from cloudckpt.checkpoint.torch_private import StorageInfo
-from cloudckpt.checkpoint.values import check_trusted, load_tensor
+from cloudckpt.checkpoint.values import load_item, load_tensor
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 from support.commit_objects import framed
 from support.pickles import Call, containing, data_pkl, opcodes, saved, touch
@@ -69,14 +69,16 @@ def replaced(value, code):
 
 
 def _describe(data):
-    if describe_tensor(data) is None:
-        raise CheckpointCorruptError("not described")
+    try:
+        return describe_tensor(data)
+    except Exception as error:
+        raise CheckpointCorruptError("not described") from error
 
 
 READERS = {
     "metadata": lambda data: load_metadata(data, URI),
-    "an item": lambda data: check_trusted(containing(data), "x", URI),
-    "an item of an old torch": lambda data: check_trusted(data, "x", URI),
+    "an item": lambda data: load_item(containing(data), "x", URI),
+    "an item of an old torch": lambda data: load_item(data, "x", URI),
     "a tensor": lambda data: load_tensor(containing(data), "x", URI, trust=False),
     "a description": _describe,
 }
@@ -205,7 +207,8 @@ def test_nothing_that_was_there_before_is_changed(name):
 
 def test_a_description_changes_no_class_of_torch():
     changed, before = with_state(torch.FloatStorage, (None, {"poison": 1})), picture()
-    assert describe_tensor(b"\x80\x04" + changed + b".") is None
+    with pytest.raises(CheckpointCorruptError):
+        _describe(b"\x80\x04" + changed + b".")
     assert picture() == before
 
 

@@ -18,7 +18,7 @@ import numpy
 import pytest
 import torch
 
-from cloudckpt.checkpoint.values import check_trusted, load_item, load_plain, load_tensor
+from cloudckpt.checkpoint.values import load_item, load_plain, load_tensor
 from cloudckpt.errors import CheckpointCorruptError, CheckpointError, UntrustedPickleError
 from support.pickles import Call, containing, data_pkl, saved
 
@@ -180,7 +180,7 @@ USERS = [argparse.Namespace(a=1), Slots(1), Dict(a=1), List([1])]
 def test_what_the_user_allows_is_allowed_beside_it(value):
     data = saved([ARRAY, value])
     with pytest.raises(UntrustedPickleError, match=type(value).__name__):
-        check_trusted(data, "item", URI)
+        load_item(data, "item", URI)
     with torch.serialization.safe_globals([type(value)]):
         array, found = loaded(data)
     assert_same(array, ARRAY)
@@ -208,10 +208,10 @@ def test_a_class_of_the_script_is_the_same_in_its_saving_process(monkeypatch):
     data = saved({"kept": OfTheScript()})
     monkeypatch.setattr(OfTheScript, "__module__", "__main__")
     with pytest.raises(UntrustedPickleError, match=r"__main__\.OfTheScript") as caught:
-        load_item(data, "item", URI, map_location="cpu")
+        load_item(data, "item", URI)
     assert "__mp_main__" not in str(caught.value)
     with torch.serialization.safe_globals([OfTheScript]):
-        loaded = load_item(data, "item", URI, map_location="cpu")
+        loaded = load_item(data, "item", URI)
     assert type(loaded["kept"]) is OfTheScript
 
 
@@ -224,7 +224,7 @@ def test_tensors_of_a_device_that_is_not_here_are_no_damage(monkeypatch):
     with pytest.raises(CheckpointError, match="device") as caught:
         load_item(data, "item", URI, map_location=None)
     assert not isinstance(caught.value, CheckpointCorruptError)
-    assert torch.equal(load_item(data, "item", URI, map_location="cpu")[0], torch.ones(2))
+    assert torch.equal(load_item(data, "item", URI)[0], torch.ones(2))
 
 
 @pytest.mark.parametrize("usual", [True, False])
@@ -239,10 +239,10 @@ def test_items_are_read_whatever_is_said_of_files_and_warnings(monkeypatch, usua
         monkeypatch.setattr(torch, "load", warn)
     with torch.utils.serialization.config.patch("load.mmap", True), warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_trusted(saved({"step": 1}), "item", URI)
+        load_item(saved({"step": 1}), "item", URI)
         assert torch.equal(load_tensor(saved(tensor), "w", URI, trust=False), tensor)
         with pytest.raises(REFUSED):
-            check_trusted(b"damaged", "item", URI)
+            load_item(b"damaged", "item", URI)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_what_is_no_tensor_is_refused(value, trust):
 @pytest.mark.parametrize("data", [pickle.dumps(7), b"", b"PK\3\4", b"text", saved(7)[:-30]])
 def test_what_is_no_item_is_refused(data):
     with pytest.raises(REFUSED):
-        check_trusted(data, "item", URI)
+        load_item(data, "item", URI)
 
 
 # ---- what does not get in
@@ -276,13 +276,13 @@ def test_what_is_no_item_is_refused(data):
 def test_arrays_of_structures_and_objects_need_trust(array):
     for value in (array, [array.dtype]):
         with pytest.raises(UntrustedPickleError):
-            check_trusted(saved(value), "item", URI)
+            load_item(saved(value), "item", URI)
 
 
 @pytest.mark.parametrize("value", [fractions.Fraction(1, 2), range(3)])
 def test_other_values_are_refused_by_name(value):
     with pytest.raises(UntrustedPickleError, match=rf"{type(value).__name__}.*is not allowed"):
-        check_trusted(saved([value]), "item", URI)
+        load_item(saved([value]), "item", URI)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_no_name_leads_to_what_stands_for_arrays(name):
     module, _, last = name.rpartition(".")
     data = containing(f"\x80\x02c{module}\n{last}\n.".encode("latin1"))
     with pytest.raises(REFUSED):
-        check_trusted(data, "item", URI)
+        load_item(data, "item", URI)
 
 
 RECONSTRUCT, SCALAR = (value.__reduce__()[0] for value in (ARRAY, numpy.float64(1)))
@@ -344,7 +344,7 @@ def assert_refused_or_plain(call):
     """It is refused, or a value that itself comes back, and takes no more memory than it has."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        found = load_item(saved([call]), "item", URI, map_location="cpu")
+        found = load_item(saved([call]), "item", URI)
     except REFUSED:
         pass
     else:
@@ -356,7 +356,7 @@ def assert_refused_or_plain(call):
 def test_what_no_such_value_is_pickled_as_is_refused(name):
     assert_refused_or_plain(STRANGE[name])
     with pytest.raises(REFUSED):
-        check_trusted(saved([STRANGE[name]]), "item", URI)
+        load_item(saved([STRANGE[name]]), "item", URI)
 
 
 @pytest.mark.parametrize("name", HONEST)

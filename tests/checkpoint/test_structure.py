@@ -22,7 +22,7 @@ TENSOR = torch.ones(1)
 def through_the_store(state):
     """The state as it is loaded: torch's flat names and paths, and what was noted beside them."""
     flat, paths = flatten_state_dict(state)
-    structure = Structure.from_json(as_stored(Structure.of(state)))
+    structure = Structure.from_json(as_stored(Flat(state).structure()))
     return structure.nested(flat, paths, URI)
 
 
@@ -93,7 +93,7 @@ def test_a_state_is_flattened_as_by_torch_and_comes_back_as_it_was(state):
     ],
 )
 def test_of_ordinary_states_nothing_is_noted(state):
-    assert not Structure.of(state)
+    assert not Flat(state).structure()
 
 
 def test_a_key_that_equals_a_plain_one_comes_back_as_that():
@@ -115,8 +115,8 @@ def test_a_key_that_equals_a_plain_one_comes_back_as_that():
 def test_a_key_that_cannot_be_restored_is_told_once_by_its_name(key, caplog):
     state = {"told": {str(id(key)): {key: TENSOR}}}
     with caplog.at_level(logging.WARNING, logger="cloudckpt"):
-        structure = Structure.of(state, URI)
-        Structure.of(state, URI)
+        structure = Flat(state, URI).structure()
+        Flat(state, URI).structure()
     assert not structure
     (message,) = caplog.messages
     assert URI in message
@@ -138,7 +138,7 @@ def test_a_key_that_cannot_be_restored_is_told_once_by_its_name(key, caplog):
 )
 def test_keys_of_one_dict_that_read_alike_are_refused(state):
     with pytest.raises(KeyCollisionError, match="same name") as caught:
-        Structure.of(state, URI)
+        Flat(state, URI).structure()
     assert isinstance(caught.value, ValueError)
     assert caught.value.uri == URI
 
@@ -165,7 +165,7 @@ def test_a_deep_state_is_no_deeper_for_us_than_for_torch():
 )
 def test_what_several_ranks_have_is_all_there(of_ranks, whole):
     """Also what is empty on one of them only."""
-    merged = Structure.merged([Structure.of(state) for state in of_ranks], URI)
+    merged = Structure.merged([Flat(state).structure() for state in of_ranks], URI)
     assert merged.nested(*flatten_state_dict(whole), URI) == whole
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.structure import Flat
 from cloudckpt.checkpoint.torch_private import StridedShard
 from cloudckpt.dcp.save_plan import CloudSavePlanner, Outline
 
@@ -46,7 +46,7 @@ STATES = st.dictionaries(KEYS, NESTED, max_size=3)
 def _planned(state):
     planner = CloudSavePlanner()
     planner.set_up_planner(state, None, True)
-    return planner.create_local_plan(), tuple(planner.state_dict), Structure.of(state)
+    return planner.create_local_plan(), tuple(planner.state_dict), Flat(state).structure()
 
 
 @settings(max_examples=400)

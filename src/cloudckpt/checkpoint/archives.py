@@ -12,26 +12,22 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cloudckpt.checkpoint.envelope import unwarned
-from cloudckpt.checkpoint.pickles import Stub, unpickle
+from cloudckpt.checkpoint.pickles import Stub, Unpickler
 from cloudckpt.config import Config
-from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.stores.base import RangeReader
 from cloudckpt.transfer.boxes import is_row_major
-from cloudckpt.transfer.download import download, raise_it
+from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.stats import TransferStats
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
-__all__ = ["StoredTensor", "TensorDescription", "describe_tensor", "locate"]
+__all__ = ["StoredTensor", "describe_tensor", "locate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,6 @@ def locate(
     items: Sequence[StoredBytes],
     config: Config,
     stats: TransferStats,
-    damaged: Callable[[CheckpointCorruptError], None] = raise_it,
 ) -> Mapping[StoredBytes, StoredTensor | None]:
     """Locates the plain tensors in items that have no index.
 
@@ -66,7 +61,6 @@ def locate(
         items: The byte ranges of the items.
         config: Options.
         stats: Counts what is read.
-        damaged: Called with the error of each item that can't be read.
 
     Returns:
         For each item its tensor, or None for an item that only ``torch.load`` can read.
@@ -78,49 +72,34 @@ def locate(
         head, tail = edges[item] = BytesSink(edge), BytesSink(edge)
         wanted.append(Wanted(item, 0, edge, head, True))
         wanted.append(Wanted(item, item.nbytes - edge, item.nbytes, tail, True))
-    download(store, wanted, config, stats, damaged=damaged)
+    download(store, wanted, config, stats)
     return {
-        item: _parse(item, bytes(head.data), bytes(tail.data))
+        item: _tensor_in(item, bytes(head.data), bytes(tail.data))
         for item, (head, tail) in edges.items()
     }
 
 
-def _parse(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
+def _tensor_in(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
+    """Returns the tensor in an item, given its first and last bytes; None if it isn't plain."""
     try:
         return _found(item, head, tail)
-    except Exception:  # noqa: BLE001 - zipfile raises errors of many kinds for what is damaged
+    except Exception:  # noqa: BLE001 - zipfile and damaged pickles raise errors of many classes
         return None
 
 
-class _LastBytes(io.RawIOBase):
-    """A read-only file of which only the last bytes can be read."""
+class _LastBytes(io.BytesIO):
+    """A file of which only the last bytes can be read; seeking to others is a ValueError."""
 
     def __init__(self, data: bytes, size: int) -> None:
-        self._data, self._size, self._at = io.BytesIO(data), size, size
+        super().__init__(data)
         self._first = size - len(data)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
+        super().seek(offset - (0 if whence else self._first), whence)
+        return self.tell()
 
     def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        if self._at < self._first:
-            raise ValueError(
-                "only the last bytes of this zip archive were read, and an earlier byte is needed"
-            )
-        self._data.seek(self._at - self._first)
-        count = self._data.readinto(buffer)
-        self._at += count
-        return count
+        return super().tell() + self._first
 
 
 def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
@@ -146,51 +125,19 @@ def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
     pickled = next(name for name in entries if name.endswith("data.pkl"))
     root = pickled.removesuffix("data.pkl")
     order = content_of(entries[f"{root}byteorder"]) if f"{root}byteorder" in entries else b"little"
-    described = describe_tensor(content_of(entries[pickled]))
-    if described is None or not described.is_row_major or order != b"little":
-        raise ValueError("the pickle does not describe a row-major, little-endian tensor")
-    info = entries[f"{root}data/{described.record}"]
-    begin, skipped = start_of(info), described.storage_offset * described.dtype.itemsize
-    numel = math.prod(described.shape)
-    nbytes = numel * described.dtype.itemsize
-    if torch.Size(described.shape).numel() != numel:
+    if order != b"little":
+        raise ValueError("the tensor is not little-endian")
+    record, dtype, shape, first = describe_tensor(content_of(entries[pickled]))
+    info = entries[f"{root}data/{record}"]
+    begin, skipped = start_of(info), first * dtype.itemsize
+    numel = math.prod(shape)
+    nbytes = numel * dtype.itemsize
+    if torch.Size(shape).numel() != numel:
         raise ValueError("the tensor has more elements than torch can count")
     if skipped + nbytes > info.file_size or begin + info.file_size > item.nbytes:
         raise ValueError("the tensor's bytes lie outside of its zip record")
     elements = replace(item, offset=item.offset + begin + skipped, nbytes=nbytes)
-    return StoredTensor(elements, described.dtype, described.shape)
-
-
-@dataclass(frozen=True)
-class TensorDescription:
-    """The description of a plain tensor in ``data.pkl``.
-
-    Attributes:
-        dtype: Element type.
-        record: The name of the zip record of its storage, beneath ``data/``.
-        storage_offset: The tensor's first element in the storage, counted in elements.
-        shape: The tensor's shape.
-        stride: The tensor's strides, in elements.
-    """
-
-    dtype: torch.dtype
-    record: str
-    storage_offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def is_row_major(self) -> bool:
-        """Whether the elements are in row-major order without gaps."""
-        return is_row_major(self.shape, self.stride)
-
-
-def describe_tensor(data: bytes) -> TensorDescription | None:
-    """Parses ``data.pkl``; returns None if it describes anything but a plain tensor."""
-    try:
-        return _plain_tensor(unpickle(data, persistent=True))
-    except Exception:  # noqa: BLE001 - whatever it is, torch.load will tell
-        return None
+    return StoredTensor(elements, dtype, shape)
 
 
 @functools.cache
@@ -202,12 +149,20 @@ def _type_of_storage(name: str) -> Any:
         return getattr(torch, name.rpartition(".")[2]).dtype
 
 
-def _plain_tensor(described: Stub) -> TensorDescription:
-    """Describes the plain tensor that an unpickled call of ``torch._utils._rebuild_*`` would make.
+def describe_tensor(data: bytes) -> tuple[str, torch.dtype, tuple[int, ...], int]:
+    """Parses ``data.pkl``, a call of ``torch._utils._rebuild_*``, without making the tensor.
+
+    Returns:
+        The name of the zip record of its storage, beneath ``data/``; the element type and the shape
+        of the tensor; and the number of its first element in the storage.
 
     Raises:
-        ValueError: If it is not a plain tensor.
+        ValueError: If it describes anything but a plain row-major tensor; malformed pickles may
+            raise other errors.
     """
+    unpickler = Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = Stub  # type: ignore[method-assign]
+    described: Stub = unpickler.load()
     if described.name == "torch._utils._rebuild_parameter":
         described = described.arguments[0]
     version = described.name.removeprefix("torch._utils._rebuild_tensor_")
@@ -218,10 +173,11 @@ def _plain_tensor(described: Stub) -> TensorDescription:
     is_plain = version in ("v2", "v3") and described.is_call and not any(more)
     if not is_plain or type(storage) is not Stub or not isinstance(dtype, torch.dtype):
         raise ValueError(
-            "the pickle describes no plain tensor: it is of another kind, or has attributes or "
-            "metadata, such as the conjugate bit"
+            "the pickle does not describe a plain tensor: it is another value, or has attributes "
+            "or metadata, such as the conjugate bit"
         )
-    numbers = (first, *shape, *stride)
-    if len(shape) != len(stride) or not all(type(n) is int and n >= 0 for n in numbers):
+    if not all(type(n) is int and n >= 0 for n in (first, *shape, *stride)):
         raise ValueError("the tensor's offset, shape or strides are not valid numbers")
-    return TensorDescription(dtype, record, first, tuple(shape), tuple(stride))
+    if not is_row_major(shape, stride):  # raises if they differ in length
+        raise ValueError("the tensor's elements are not in row-major order without gaps")
+    return record, dtype, tuple(shape), first

@@ -23,7 +23,6 @@ __all__ = [
     "byte_rows",
     "column_of",
     "counted",
-    "deflated",
     "inflated",
     "matrix_of",
     "numbers_in",
@@ -155,11 +154,6 @@ class PackedColumns:
         """Returns the next columns as a matrix, stored column by column."""
         found = [self.take(rows) for _ in range(columns)]
         return torch.stack(found).t() if found else unfilled(rows, 0)
-
-
-def deflated(data: bytes) -> bytes:
-    """Compresses ``data`` with zlib's fastest level."""
-    return zlib.compress(data, 1)
 
 
 def inflated(data: memoryview, size: int) -> bytes:

@@ -179,10 +179,17 @@ class CommitObject:
                 pickle_in(data, uri)  # only other readers need it, but damage must be reported
             if trailer.body_size:
                 body = record_in(data, trailer, uri)
-                record = _with_table(Record.parse(body, uri, bound(trailer.size)), uri)
+                record = Record.parse(body, uri, bound(trailer.size))
+                if record.table is None or record.table.count != len(record.extents):
+                    raise CheckpointCorruptError(
+                        "invalid metadata record: it lacks the names or the locations of items: "
+                        "restore the object, or load an older checkpoint",
+                        uri=uri,
+                    )
                 return cls(fetched.info, lazy_metadata(record), record, notes, trailer, is_whole)
         metadata = load_metadata(data, uri, trust_pickle=trust_pickle)
-        if trailer is None and data[-1:] != pickle.STOP and _is_ours(metadata):
+        save_id = str(getattr(metadata.storage_meta, "save_id", ""))
+        if trailer is None and data[-1:] != pickle.STOP and save_id.startswith(save_id_of("")):
             raise CheckpointCorruptError(
                 "the end of the metadata, with its checksums, is missing or damaged: restore "
                 "the object, or load an older checkpoint",
@@ -235,21 +242,6 @@ class CommitObject:
                 uri,
             )
         return data
-
-
-def _is_ours(metadata: Metadata) -> bool:
-    """Whether a save of cloudckpt wrote the metadata; they may have been pickled again since."""
-    return str(getattr(metadata.storage_meta, "save_id", "")).startswith(save_id_of(""))
-
-
-def _with_table(record: Record, uri: str) -> Record:
-    if record.table is None or record.table.count != len(record.extents):
-        raise CheckpointCorruptError(
-            "invalid metadata record: it lacks the names or the locations of items: restore "
-            "the object, or load an older checkpoint",
-            uri=uri,
-        )
-    return record
 
 
 def read_commit(

@@ -141,16 +141,9 @@ def _zip64(nbytes: int, start: int) -> bytes:
     return struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
 
 
-class _Storage:
-    """A placeholder for the tensor's storage, which the pickle refers to by a persistent id."""
-
-    def __init__(self, kind: type[Any], numel: int) -> None:
-        self.persistent_id = ("storage", kind, "0", "cpu", numel)
-
-
 class _TensorPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        return obj.persistent_id if isinstance(obj, _Storage) else None
+        return obj if type(obj) is tuple and obj[:1] == ("storage",) else None
 
 
 class _Rebuilt:
@@ -165,12 +158,9 @@ class _Rebuilt:
 
 def _pickle(dtype: torch.dtype, shape: tuple[int, ...], numel: int) -> bytes:
     """Returns ``data.pkl``: torch's own description of a tensor, for this dtype and shape."""
-    function, arguments, untyped = _description(dtype)
-    storage: _Storage
-    if untyped is None:
-        storage = _Storage(torch.UntypedStorage, numel * dtype.itemsize)
-    else:
-        storage = _Storage(untyped, numel)
+    function, arguments, kind = _description(dtype)
+    size = numel * dtype.itemsize if kind is torch.UntypedStorage else numel
+    storage = ("storage", kind, "0", "cpu", size)
     strides = row_major_strides(shape)
     buffer = io.BytesIO()
     pickler = _TensorPickler(buffer, protocol=2)
@@ -200,14 +190,11 @@ def unwarned() -> Iterator[None]:
 
 
 @lru_cache(maxsize=128)
-def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any] | None]:
-    """Returns the rebuild function, its arguments after the strides, and the storage class.
-
-    The storage class is None for a type without typed storage.
-    """
+def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any]]:
+    """Returns the rebuild function, its arguments after the strides, and the storage class."""
     with unwarned():  # TypedStorage is deprecated, but torch.save still uses it
         function, arguments = torch.empty(1, dtype=dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, _, _, _, *rest = arguments
         if isinstance(storage, torch.UntypedStorage):
-            return function, tuple(rest), None
+            return function, tuple(rest), torch.UntypedStorage
         return function, tuple(rest), getattr(torch, storage.pickle_storage_type())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
-import math
 import pickle
+import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -19,16 +20,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from cloudckpt.checkpoint.from_torch import table_of_metadata
 from cloudckpt.checkpoint.pickles import (
     CALLS,
     Builder,
     Constructor,
     Stub,
     UnknownNameError,
+    Unpickler,
+    call_of,
     home,
-    unpickle,
 )
-from cloudckpt.checkpoint.torch_private import StorageInfo, with_strides
+from cloudckpt.checkpoint.torch_private import MemoryFormat, StorageInfo, with_strides
 from cloudckpt.checkpoint.trailer import pickle_in
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 from cloudckpt.gc_pause import paused_gc
@@ -59,8 +62,11 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
             if trust_pickle:
                 metadata = _TrustingUnpickler(io.BytesIO(body)).load()
             else:
-                stubs = unpickle(body)
-                metadata = Builder(_CONSTRUCTORS, _FORMATS, _place_of_another_library).value(stubs)
+                builder = Builder(_CONSTRUCTORS, _BY_NAME, _place_of_another_library)
+                stubs = Unpickler(io.BytesIO(body)).load()  # lives as long as the builder
+                metadata = builder.value(stubs)
+                if isinstance(metadata, Metadata):  # its chunks must fit their tensors
+                    table_of_metadata(Metadata(metadata.state_dict_metadata))
     except Warning:
         raise
     except UnknownNameError as unknown:
@@ -85,32 +91,36 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
     return metadata
 
 
-_NONE = type(None)
 _END = 1 << 63
-_DCP = "torch.distributed.checkpoint.metadata"
-_ENCODING = f"{_DCP}._MEM_FORMAT_ENCODING"
-_BY_NUMBER = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
-_FORMATS = {  # by their names, as Python 3.11.0 writes them
-    f"{_ENCODING}.{str(known).replace('.', '_').upper()}": known for known in _BY_NUMBER
-}
 
 
-def _fields(
-    cls: type[Any], kinds: Mapping[str, tuple[type[Any], ...]], *, more: bool = False
-) -> Constructor:
-    """Returns a constructor of a class with these fields; ``more``: it may have others."""
+def _classes(annotation: Any) -> tuple[type[Any], ...]:
+    """Returns the classes that a type annotation of a field allows, such as ``str | None``."""
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    allowed = get_args(annotation) if is_union else (annotation,)
+    return tuple(object if one is Any else get_origin(one) or one for one in allowed)
+
+
+def _instance_of(cls: type[Any], *, more: bool = False) -> Constructor:
+    """Returns a constructor of a dataclass of torch; ``more``: it may have other fields, too."""
+    annotated = {name: _classes(hint) for name, hint in get_type_hints(cls).items()}
+    required = {
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
     others = (object,) if more else ()
-    required = {name for name in kinds if not hasattr(cls, name)}
 
     def make(arguments: tuple[Any, ...], state: Any) -> Any:
         made = object.__new__(cls)  # constructors of frozen classes take four times as long
         if state is not None:
             vars(made).update(state)
         for name, value in vars(made).items():
-            if not isinstance(value, kinds.get(name, others)):
-                known = name in kinds
-                problem = f"has the type {type(value).__name__}" if known else "is an unknown field"
-                raise ValueError(f"invalid metadata: {cls.__name__}.{name[:200]} {problem}")
+            if not isinstance(value, annotated.get(name, others)):
+                raise ValueError(
+                    f"invalid metadata: {cls.__name__}.{name[:200]} is an unknown field, or can't "
+                    f"be a {type(value).__name__}"
+                )
             numbers = value if type(value) is torch.Size else (value,) if type(value) is int else ()
             if numbers and not 0 <= min(numbers) <= max(numbers) < _END:
                 raise ValueError(f"invalid metadata: {cls.__name__}.{name} is out of range")
@@ -124,88 +134,37 @@ def _fields(
     return make
 
 
-def _tensor(arguments: tuple[Any, ...], state: Any) -> TensorStorageMetadata:
-    found: TensorStorageMetadata = _tensor_fields(arguments, state)
-    if math.prod(found.size) * found.properties.dtype.itemsize >= _END:
-        raise ValueError("invalid metadata: a tensor has more bytes than a 64-bit number can count")
-    for chunk in found.chunks:
-        if type(chunk) is not ChunkStorageMetadata:
-            raise ValueError("invalid metadata: a chunk is not a ChunkStorageMetadata")
-        if not len(chunk.offsets) == len(chunk.sizes) == len(found.size):
-            raise ValueError("invalid metadata: a chunk has other dimensions than its tensor")
-    return found
-
-
-_PROPERTIES: tuple[Any, ...] = (
-    *(torch.dtype, torch.layout, bool, torch.memory_format, bool),
-    (tuple, _NONE),  # the strides of torch 2.15
-)
-
-
 def _properties(arguments: tuple[Any, ...], state: Any) -> TensorProperties:
-    if arguments or type(state) is not tuple or len(state) not in (5, 6):
-        raise ValueError("invalid metadata: a tensor's properties are not a tuple of 5 or 6 values")
-    if not all(isinstance(one, kind) for one, kind in zip(state, _PROPERTIES, strict=False)):
-        raise ValueError("invalid metadata: a property of a tensor has the wrong type")
-    return with_strides(TensorProperties(*state[:5]), state[5] if len(state) == 6 else None)
+    names = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+    *known, strides = state if len(state) == 6 else (*state, None)  # torch 2.15 has strides
+    fields = dict(zip(names, known, strict=True))
+    made: TensorProperties = _plain_properties(arguments, fields)
+    return with_strides(made, strides)
 
 
-def _format(arguments: tuple[Any, ...], state: Any) -> torch.memory_format:
-    if state is not None:
-        raise ValueError("invalid metadata: unexpected state of a memory format")
-    return dict(enumerate(_BY_NUMBER))[arguments[0]]
-
-
-def _metadata(arguments: tuple[Any, ...], state: Any) -> Metadata:
-    found: Metadata = _metadata_fields(arguments, state)
-    entries = (TensorStorageMetadata, BytesStorageMetadata)
-    for name, entry in found.state_dict_metadata.items():
-        if type(name) is not str or not isinstance(entry, entries):
-            raise ValueError(
-                f"invalid metadata: the entry {str(name)[:200]!r} has a name that is no string, or "
-                "describes neither a tensor nor a pickled value as torch does"
-            )
-    return found
-
-
-_PLACE = _fields(
-    StorageInfo,
-    {
-        "relative_path": (str,),
-        "offset": (int,),
-        "length": (int,),
-        "transform_descriptors": (list, tuple, _NONE),
-    },
-)
-_metadata_fields = _fields(
-    Metadata,
-    {
-        "state_dict_metadata": (dict,),
-        "storage_meta": (StorageMeta, _NONE),
-        "version": (str, _NONE),
-    },
-    more=True,  # libraries add fields that torch does not have
-)
-_tensor_fields = _fields(
-    TensorStorageMetadata,
-    {"properties": (TensorProperties,), "size": (torch.Size,), "chunks": (list,)},
-)
-_SIZE = (torch.Size,)
+_plain_properties = _instance_of(TensorProperties)
+_place = _instance_of(StorageInfo)
+_DCP = "torch.distributed.checkpoint.metadata"
+_ENCODING = f"{_DCP}.{MemoryFormat.__name__}"
+_FORMATS = {
+    encoding: getattr(torch, encoding.name.removeprefix("TORCH_").lower())
+    for encoding in MemoryFormat
+}
+_BY_NAME = {  # as Python 3.11.0 writes the members
+    f"{_ENCODING}.{encoding.name}": known for encoding, known in _FORMATS.items()
+}
 _CONSTRUCTORS: Mapping[str, Constructor] = {
     **CALLS,
-    _ENCODING: _format,
-    f"{_DCP}.Metadata": _metadata,
-    f"{_DCP}.StorageMeta": _fields(StorageMeta, {"save_id": (str, _NONE)}, more=True),
-    f"{_DCP}.TensorStorageMetadata": _tensor,
-    f"{_DCP}.BytesStorageMetadata": _fields(BytesStorageMetadata, {}),
-    f"{_DCP}.ChunkStorageMetadata": _fields(
-        ChunkStorageMetadata, {"offsets": _SIZE, "sizes": _SIZE}
-    ),
-    f"{_DCP}.MetadataIndex": _fields(
-        MetadataIndex, {"fqn": (str,), "offset": (torch.Size, _NONE), "index": (int, _NONE)}
-    ),
+    _ENCODING: call_of(lambda number: _FORMATS[MemoryFormat(number)], int),
+    # libraries add fields that torch does not have
+    **{f"{_DCP}.{one.__name__}": _instance_of(one, more=True) for one in (Metadata, StorageMeta)},
+    **{
+        f"{_DCP}.{one.__name__}": _instance_of(one)
+        for one in (TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
+    },
+    f"{_DCP}.MetadataIndex": _instance_of(MetadataIndex),
     f"{_DCP}.TensorProperties": _properties,
-    "torch.distributed.checkpoint.filesystem._StorageInfo": _PLACE,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": _place,
 }
 
 
@@ -218,4 +177,4 @@ def _place_of_another_library(builder: Builder, stub: Stub) -> Any:
     is_plain = not stub.is_call and stub.entries is None and type(state) is dict
     if not is_plain or "relative_path" not in state:
         raise UnknownNameError(stub.name)
-    return _PLACE(stub.arguments, builder.value(state))
+    return _place(stub.arguments, builder.value(state))

@@ -65,32 +65,23 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
     collected, whole = _Collected(), list[int]()
     for name, of_name in itertools.groupby(plan.items, key=lambda item: item.index.fqn):
         items = list(of_name)
-        first = items[0]
-        data = first.tensor_data
-        if len({item.type for item in items}) != 1 or not all(map(_is_plain, items)):
+        first, data = items[0], items[0].tensor_data
+        if not all(map(_is_plain, items)) or any(_kind(item) != _kind(first) for item in items[1:]):
             raise NotInColumnsError(
-                f"the save planner made write items of several types for {name}, or an item that "
-                "is not as torch's planner makes it"
+                f"the save planner made write items for {name} of several types, dtypes or shapes, "
+                "or an item that is not as torch's planner makes it"
             )
-        if first.type == WriteItemType.BYTE_IO or data is None:
-            if len(items) != 1:
-                raise NotInColumnsError(
-                    f"the save planner made {len(items)} write items for {name}, which is one value"
-                )
-            collected.add_value(name)
+        if data is not None:
+            chunks = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
+            if first.type == WriteItemType.TENSOR:
+                whole.append(len(collected.names))
+            collected.add_tensor(name, data.size, data.properties, chunks)
             continue
-        if first.type == WriteItemType.TENSOR:
-            whole.append(len(collected.names))
-        chunks = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
-        for item in items[1:]:
-            assert item.tensor_data is not None
-            other = item.tensor_data
-            if other.size != data.size or other.properties.dtype != data.properties.dtype:
-                raise NotInColumnsError(
-                    f"the save planner made write items for {name} with different tensor shapes or "
-                    "dtypes"
-                )
-        collected.add_tensor(name, data.size, data.properties, chunks)
+        if len(items) != 1:
+            raise NotInColumnsError(
+                f"the save planner made {len(items)} write items for {name}, which is one value"
+            )
+        collected.add_value(name)
     made = collected.table(plan.planner_data)
     made.check_names()
     made.check_chunks()
@@ -105,6 +96,12 @@ def _is_plain(item: WriteItem) -> bool:
     if data is None:
         return item.index.offset is None and item.bytes_io_data is None
     return item.index.offset == data.chunk.offsets
+
+
+def _kind(item: WriteItem) -> tuple[Any, ...]:
+    """Returns what all items of one tensor have in common."""
+    data = item.tensor_data
+    return (item.type, *(() if data is None else (data.size, data.properties.dtype)))
 
 
 class _Collected:

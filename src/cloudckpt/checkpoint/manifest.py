@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorStorageMetadata,
 )
 
 from cloudckpt.checkpoint.columns import column_of, unfilled
@@ -237,12 +236,10 @@ def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
         is_written[of_rank] = True
     missing = (~is_written).nonzero().view(-1)
     if missing.numel():
-        row = int(missing[0])
-        name = table.name_of(row)
-        described, entry = table.metadata_of(name), table.get(name)
-        part = ""
-        if entry is not None and isinstance(described, TensorStorageMetadata):
-            part = f" (offsets {described.chunks[row - entry.first].offsets})"
+        name, part = table.name_of(row := int(missing[0])), ""
+        if (entry := table.get(name)) is not None and entry.form.dims > 0:
+            offsets = table.chunks[entry.form.dims].offsets[entry.place + row - entry.first]
+            part = f" (offsets {offsets.tolist()})"
         raise IncompleteSaveError(
             f"{name}{part} was planned, but no rank wrote it, or it was planned twice; nothing "
             "was committed",

@@ -211,7 +211,7 @@ class WrittenObject:
 
     def to_json(self) -> list[Any]:
         """Returns the fields of the object, in their order."""
-        return [getattr(self, name) for name in _FIELDS]
+        return [*dataclasses.astuple(self)]
 
     @classmethod
     def from_json(cls, fields: Any) -> WrittenObject:
@@ -235,9 +235,6 @@ class WrittenObject:
         if made.folder != "":
             check_folder(made.folder)
         return made
-
-
-_FIELDS = tuple(each.name for each in dataclasses.fields(WrittenObject))
 
 
 def check_attempt(attempt: object) -> None:

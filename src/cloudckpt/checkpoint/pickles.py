@@ -1,7 +1,7 @@
 """Reads pickles without running their code: into stubs first, then into values known as harmless.
 
-A pickle is a program that imports, calls and changes whatever it names. :func:`unpickle` gives it a
-stub class for each name, which exists for one load, and whose instances keep the arguments of a
+A pickle is a program that imports, calls and changes whatever it names. :class:`Unpickler` gives it
+a stub class for each name, which exists for one load, and whose instances keep the arguments of a
 call and the state of an object. A :class:`Builder` makes values of stubs by the constructors that
 it is given. So no code of the pickle's author runs, and no existing object changes. The memory that
 a pickle takes is not limited, nor is its depth: a hostile file may end the process that reads it.
@@ -9,7 +9,6 @@ a pickle takes is not limited, nor is its depth: a hostile file may end the proc
 
 from __future__ import annotations
 
-import io
 import pathlib
 import pickle
 from collections import OrderedDict
@@ -28,7 +27,6 @@ __all__ = [
     "call_of",
     "full_name",
     "home",
-    "unpickle",
 ]
 
 _HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins", "__mp_main__": "__main__"}
@@ -93,7 +91,10 @@ class Stub:
 
 
 class Unpickler(pickle.Unpickler):
-    """Python's unpickler, with a stub class for each name, except a few harmless classes."""
+    """Python's unpickler, with a stub class for each name, except a few harmless classes.
+
+    A damaged pickle may raise any error.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         full = full_name(module, name)
@@ -110,27 +111,6 @@ class Unpickler(pickle.Unpickler):
 
 def _stub_class(name: str) -> type[Stub]:
     return type("Stub", (Stub,), {"__slots__": (), "name": name})
-
-
-def unpickle(data: bytes | bytearray | memoryview, *, persistent: bool = False) -> Any:
-    """Unpickles into plain containers and values, with stubs for everything else.
-
-    Args:
-        data: The pickle.
-        persistent: Whether persistent ids are allowed, as ``torch.save`` writes them for storages.
-
-    Raises:
-        ValueError: If the pickle is damaged, or does what no pickler does.
-    """
-    unpickler = Unpickler(io.BytesIO(data))
-    if persistent:
-        unpickler.persistent_load = Stub  # type: ignore[method-assign]
-    try:
-        return unpickler.load()
-    except (MemoryError, RecursionError, Warning):
-        raise
-    except Exception as exc:  # invalid opcodes may raise any error
-        raise ValueError(str(exc) or type(exc).__name__) from exc
 
 
 Constructor = Callable[[tuple[Any, ...], Any], Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -53,14 +53,12 @@ class _Item:
     """An item as the metadata describe it.
 
     Attributes:
-        index: torch's index of the item.
         name: The name of its object.
         whole: All bytes of the item.
         shape: The shape of its chunk; empty for values, and if the checkpoint has no indexes.
         transforms: The stream transforms that were applied to it.
     """
 
-    index: MetadataIndex
     name: str
     whole: StoredBytes
     shape: tuple[int, ...]
@@ -98,16 +96,13 @@ class Places:
         """
         with paused_gc():
             items = self._located(indices)
-        wanted_by = {item.name: item.whole.item for item in reversed(items)}
-        self._read_indexes(wanted_by, store, config, stats)
+        self.read_indexes(store, config, names={item.name for item in items}, stats=stats)
         with paused_gc():
             places = self._inside(items)
         probed = [
             item.whole
-            for item in items
-            if item.index.offset is not None
-            and not item.transforms
-            and not self._indexes.get(item.name)
+            for index, item in zip(indices, items, strict=True)
+            if index.offset is not None and not item.transforms and not self._indexes.get(item.name)
         ]
         found = locate(store, probed, config, stats) if probed else {}
         return [
@@ -120,21 +115,60 @@ class Places:
         store: RangeReader,
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
+        *,
+        names: Collection[str] | None = None,
+        stats: TransferStats | None = None,
     ) -> None:
-        """Reads the indexes of all objects that are not yet read.
+        """Reads the indexes of objects that are not yet read.
 
         Args:
             store: The store of the objects.
             config: Options.
             damaged: Called with the error of a damaged index. If it does not raise, that object's
                 content is unknown, and left out by :meth:`sources`.
+            names: The names of the objects; None for all.
+            stats: Counts what is read.
 
         Raises:
             CheckpointCorruptError: If ``damaged`` raises it, as it does by default.
             StoreError: If the store refuses or stays unreachable.
         """
-        names = {name: f"the index of {name}" for name in self._objects}
-        self._read_indexes(names, store, config, TransferStats(str(self._uri)), damaged)
+        wanted = self._objects.keys() if names is None else self._objects.keys() & names
+        records = [self._objects[name] for name in sorted(wanted - self._indexes.keys())]
+        sinks = [BytesSink(record.index_size) for record in records]
+        reads = [
+            Wanted(self._index_bytes(record), 0, record.index_size, sink, True)
+            for record, sink in zip(records, sinks, strict=True)
+        ]
+        lost: set[str | None] = set()
+        folders = {self._uri.object(record.name): record.folder for record in records}
+
+        def note(error: CheckpointCorruptError) -> None:
+            if isinstance(error.__cause__, ObjectNotFoundError) and folders.get(error.uri or ""):
+                beside = self._uri.beside(folders[error.uri or ""])
+                error.message += (
+                    f"; the object belongs to the checkpoint {beside}, which this checkpoint "
+                    "shares it with: restore it. If this checkpoint is a copy, copy both, or use "
+                    "cloudckpt cp, which makes a self-contained copy"
+                )
+            damaged(error)
+            lost.add(error.uri)
+
+        stats = stats or TransferStats(str(self._uri))
+        download(store, reads, config, stats, damaged=note)
+        for record, sink in zip(records, sinks, strict=True):
+            if store.uri(self._uri.key(record.name)) in lost:
+                continue
+            kind = None if self._commit is None else self._commit.checksum
+            where = self._uri.object(record.name)
+            assert kind is not None  # the commit object names objects
+            try:
+                self._indexes[record.name] = ObjectIndex(sink.data, record, kind, where)
+            except CheckpointCorruptError as error:
+                if config.verify:
+                    raise
+                logger.warning("this object is read without checking its checksums: %s", error)
+                self._indexes[record.name] = None  # both ends of its items are read instead
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
         """Returns the payloads of items, with checksums; without their index, all bytes of items.
@@ -193,7 +227,7 @@ class Places:
             for index, number, offset, length, shape in zip(indices, *places, shapes, strict=True):
                 name, key, size = named[number]
                 whole = StoredBytes(key, offset, length, None, size, index.fqn)
-                located.append(_Item(index, name, whole, shape))
+                located.append(_Item(name, whole, shape))
             return located
         for index in indices:
             try:
@@ -223,71 +257,20 @@ class Places:
         size = None if known is None else known.size
         key, start = self._uri.key(name), entry.offset
         whole = StoredBytes(key, start, entry.length, None, size, index.fqn)
-        return _Item(index, name, whole, shape, entry.transform_descriptors or ())
+        return _Item(name, whole, shape, entry.transform_descriptors or ())
 
     def _nowhere(self, index: MetadataIndex) -> CheckpointCorruptError:
         part = "" if index.offset is None else f" (offsets {[*index.offset]})"
         return self._corrupt(
             f"invalid metadata: it has no location for {index.fqn}{part}: "
             "restore the object, or load an older checkpoint",
-            index,
+            index.fqn,
         )
 
-    def _read_indexes(
-        self,
-        names: Mapping[str, str],
-        store: RangeReader,
-        config: Config,
-        stats: TransferStats,
-        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
-    ) -> None:
-        """Reads the indexes of objects that are not yet read.
-
-        ``names`` has, by object, the name of an item in it for messages.
-        """
-        records = [
-            self._objects[name]
-            for name in sorted(names)
-            if name in self._objects and name not in self._indexes
-        ]
-        sinks = [BytesSink(record.index_size) for record in records]
-        wanted = [
-            Wanted(self._index_bytes(record, names[record.name]), 0, record.index_size, sink, True)
-            for record, sink in zip(records, sinks, strict=True)
-        ]
-        lost: set[str | None] = set()
-        folders = {self._uri.object(record.name): record.folder for record in records}
-
-        def note(error: CheckpointCorruptError) -> None:
-            if isinstance(error.__cause__, ObjectNotFoundError) and folders.get(error.uri or ""):
-                beside = self._uri.beside(folders[error.uri or ""])
-                error.message += (
-                    f"; the object belongs to the checkpoint {beside}, which this checkpoint "
-                    "shares it with: restore it. If this checkpoint is a copy, copy both, or use "
-                    "cloudckpt cp, which makes a self-contained copy"
-                )
-            damaged(error)
-            lost.add(error.uri)
-
-        download(store, wanted, config, stats, damaged=note)
-        for record, sink in zip(records, sinks, strict=True):
-            if store.uri(self._uri.key(record.name)) in lost:
-                continue
-            kind = None if self._commit is None else self._commit.checksum
-            where = self._uri.object(record.name)
-            assert kind is not None  # the commit object names objects
-            try:
-                self._indexes[record.name] = ObjectIndex(sink.data, record, kind, where)
-            except CheckpointCorruptError as error:
-                if config.verify:
-                    raise
-                logger.warning("this object is read without checking its checksums: %s", error)
-                self._indexes[record.name] = None  # both ends of its items are read instead
-
-    def _index_bytes(self, record: WrittenObject, item: str) -> StoredBytes:
+    def _index_bytes(self, record: WrittenObject) -> StoredBytes:
         start, size = record.size - record.index_size, record.index_size
         key, blocks = self._uri.key(record.name), Blocks(CRC32C, size, (record.index_crc,))
-        return StoredBytes(key, start, size, blocks, record.size, item)
+        return StoredBytes(key, start, size, blocks, record.size, f"the index of {record.name}")
 
     def _inside(
         self,
@@ -322,8 +305,8 @@ class Places:
         if found.dtype is None:
             return ItemPlace(raw, None)
         if math.prod(item.shape) * found.dtype.itemsize != found.raw_length:
-            raise self._corrupt(CONTRADICTION, item.index)
+            raise self._corrupt(CONTRADICTION, whole.item)
         return ItemPlace(raw, StoredTensor(raw, found.dtype, item.shape))
 
-    def _corrupt(self, message: str, index: MetadataIndex) -> CheckpointCorruptError:
-        return CheckpointCorruptError(message, uri=str(self._uri), item=index.fqn)
+    def _corrupt(self, message: str, item: str) -> CheckpointCorruptError:
+        return CheckpointCorruptError(message, uri=str(self._uri), item=item)

@@ -44,6 +44,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.committed import CommitObject, fetch
@@ -348,76 +349,41 @@ def protected(
     Raises:
         StoreError: If the store refuses or stays unreachable.
     """
-    kept: dict[str, set[str]] = {}
-    unclear = dict(wanted)
+    view, kept, unclear = View(uri, config), dict[str, set[str]](), {*wanted}
+
+    def look_into(folder: str) -> list[tuple[str, str]]:
+        inside = uri.beside(folder)
+        marks = [(folder, info.key) for info in store.list(keeps_in(inside), view.retrier.call)]
+        said = commit_at(store, inside, view.retrier)
+        named = {} if said is None else data_keys(inside, said)
+        kept[folder] = wanted[folder] & set().union(*named.values())
+        return marks
+
+    def look_at(mark: tuple[str, str]) -> None:
+        folder, key = mark
+        if kept[folder] == wanted[folder]:
+            return
+        if (referring := _who(store, key, view.retrier)) is None:
+            unclear.add(folder)
+            return
+        beside = uri.beside(referring)
+        said = commit_at(store, beside, view.retrier) if referring else None
+        if said is None or said.record is None or said.record.attempt != key.rpartition(".")[2]:
+            inside = uri.beside(folder)
+            logger.info("objects of %s are kept, as an uncommitted save may refer to them", inside)
+            kept[folder] |= wanted[folder]
+        else:
+            kept[folder] |= wanted[folder] & data_keys(beside, said).get(folder, set())
+
     for _ in range(_TRIES):
+        folders = sorted(unclear)
+        unclear.clear()
+        view.each(look_at, chain.from_iterable(view.each(look_into, folders)))
+        # a mark that is gone meanwhile may be of a save that was deleted: any later save has its
+        # own mark by now, and reading again shows it
         if not unclear:
             break
-        looked = _Protection(store, uri, unclear, config)
-        kept |= looked.kept
-        unclear = {folder: wanted[folder] for folder in looked.unclear}
-    return set().union(*(kept | unclear).values())
-
-
-class _Protection:
-    """Determines which objects of some folders are needed, by their marks and commit objects.
-
-    Attributes:
-        kept: The keys that are needed, by folder.
-        unclear: The folders that have lost a mark meanwhile. The mark may have been that of a save
-            that is gone; any later save has its own mark by now, so reading again will show it.
-    """
-
-    def __init__(
-        self, store: ObjectStore, uri: CheckpointURI, wanted: Mapping[str, set[str]], config: Config
-    ) -> None:
-        self.kept: dict[str, set[str]] = {}
-        self.unclear: set[str] = set()
-        self._store, self._uri, self._wanted = store, uri, wanted
-        self._group = TaskGroup(
-            config.requests_at_once, name="cloudckpt-keep", interrupt=store.interrupt
-        )
-        self._retrier = Retrier(config.retry, self._group.cancellation)
-        self._group.run(self._submit)
-
-    def _submit(self) -> None:
-        for folder in self._wanted:
-            self._group.submit(functools.partial(self._look_into, folder))
-
-    def _look_into(self, folder: str) -> None:
-        store, retrier, inside = self._store, self._retrier, self._uri.beside(folder)
-        marks = [info.key for info in store.list(keeps_in(inside), retrier.call)]
-        self.kept[folder] = self._wanted[folder] & _named(store, inside, retrier)
-        for mark in marks:
-            self._group.submit(functools.partial(self._look_at, folder, mark), patient=False)
-
-    def _look_at(self, folder: str, mark: str) -> None:
-        wanted, kept = self._wanted[folder], self.kept[folder]
-        if kept == wanted:
-            return
-        referring = _who(self._store, mark, self._retrier)
-        if referring is None:
-            self.unclear.add(folder)
-            return
-        uri = self._uri.beside(referring)
-        said = commit_at(self._store, uri, self._retrier) if referring else None
-        if said is None or said.record is None or said.record.attempt != _attempt_of(mark):
-            inside = self._uri.beside(folder)
-            logger.info("objects of %s are kept, as an uncommitted save may refer to them", inside)
-            kept |= wanted
-        else:
-            kept |= wanted & data_keys(uri, said).get(folder, set())
-
-
-def _attempt_of(key: str) -> str:
-    """Returns the random name of the save that wrote a mark with this key."""
-    return key.rpartition(".")[2]
-
-
-def _named(store: ObjectStore, inside: CheckpointURI, retrier: Retrier) -> set[str]:
-    """Returns the keys named by the checkpoint in a folder; empty if it has no commit object."""
-    said = commit_at(store, inside, retrier)
-    return set() if said is None else set().union(*data_keys(inside, said).values())
+    return set().union(*kept.values(), *(wanted[folder] for folder in unclear))
 
 
 def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> CommitObject | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ Path = tuple["str | int", ...]
 _DEEPEST = 1000  # torch flattens by recursion: Python's limit
 _LEVELS = 250  # of a state dict: planning and copying recurse, with up to three frames a level
 _HOLES = 1 << 20  # list entries without stored data
-_told: set[tuple[Path, str]] = set()  # paths and keys for which this process has logged a warning
+_logged: set[Path] = set()  # of keys that can't be restored, in any state dict of this process
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,6 @@ class Structure:
 
     def __bool__(self) -> bool:
         return bool(self.keys or self.empty)
-
-    @classmethod
-    def of(cls, state_dict: Mapping[Any, Any], uri: str | None = None) -> Structure:
-        """Returns the keys and empty dicts that torch's flattening of a state dict loses.
-
-        A key that can't be restored is logged once, by the logger ``cloudckpt``: it loads only into
-        a state dict that already contains it.
-
-        Raises:
-            KeyCollisionError: If two values, or two keys of one dict, would get the same name.
-        """
-        return Flat(state_dict, uri).structure()
 
     @classmethod
     def merged(cls, parts: Sequence[Structure], uri: str) -> Structure:
@@ -126,15 +114,21 @@ class Structure:
                 raise ValueError("planner_data is not a dict")
             if not paths and not self:
                 return dict(values)
-            tree = _Tree()
+            root = _Branch()
+            # parent, element and branch, outer ones first
+            branches: list[tuple[_Branch, str | int, _Branch]] = [(_Branch(), "", root)]
             for name, value in values.items():
-                tree.add(_path(paths.get(name, (name,))), value)
+                path = _path(paths.get(name, (name,)))
+                branch = root.inner(path[:-1], branches) if path else None
+                if branch is None or path[-1] in branch:
+                    raise ValueError(f"{shown(path)} exists twice, or within another value")
+                branch[path[-1]] = value
             for path in self.empty:
-                tree.node(path)  # another rank may have had a value at this path
+                root.inner(path, branches)  # another rank may have had a value at this path
             for path, key in self.keys.items():
-                if (node := tree.node(path[:-1], create=False)) is not None:
-                    node.keys[path[-1]] = key
-            return tree.built()
+                if (branch := root.inner(path[:-1])) is not None:
+                    branch.true[path[-1]] = key
+            return _built(branches)
         except ValueError as exc:
             raise CheckpointCorruptError(
                 "the nesting of the saved state dict is inconsistent; load it into a state dict",
@@ -143,87 +137,61 @@ class Structure:
             ) from exc
 
 
-class _Node:
+class _Branch(dict["str | int", Any]):
     """A container that is being rebuilt: its entries by torch's path elements, and its true keys.
 
     Paths come from the store: each element of one is visited a fixed number of times, without
     recursion.
     """
 
-    __slots__ = ("entries", "keys")
-
     def __init__(self) -> None:
-        self.entries: dict[str | int, Any] = {}
-        self.keys: dict[str | int, Key] = {}
+        super().__init__()
+        self.true: dict[str | int, Key] = {}
 
+    def inner(self, path: Path, made: list[Any] | None = None) -> _Branch | None:
+        """Returns the branch at a path; None if there is a value, or no branch and no ``made``.
 
-class _Tree:
-    def __init__(self) -> None:
-        self._root = _Node()
-        # parent, element and node, outer ones first
-        self._nodes: list[tuple[_Node, str | int, _Node]] = [(self._root, "", self._root)]
-
-    def add(self, path: Path, value: Any) -> None:
-        """Adds a stored value at a path.
-
-        Raises:
-            ValueError: If the path exists already, or leads through a value.
+        Args:
+            path: The path from here.
+            made: Missing branches are added to the tree, and to this list with parent and element.
         """
-        node = self.node(path[:-1]) if path else None
-        if node is None or path[-1] in node.entries:
-            raise ValueError(f"{shown(path)} exists twice, or within another value")
-        node.entries[path[-1]] = value
-
-    def node(self, path: Path, *, create: bool = True) -> _Node | None:
-        """Returns the container at a path, or None if it can't exist or is not to be created."""
-        node = self._root
+        branch = self
         for element in path:
-            inner = node.entries.get(element)
-            if isinstance(inner, _Node):
-                node = inner
-                continue
-            if element in node.entries or not create:
-                return None
-            inner = node.entries[element] = _Node()
-            self._nodes.append((node, element, inner))
-            node = inner
-        return node
-
-    def built(self) -> dict[Any, Any]:
-        """Returns the whole tree, with the original keys instead of their strings.
-
-        Raises:
-            ValueError: If a container is both a list and a dict, has a key twice, or is a list
-                with too many missing entries; or if the root is a list.
-        """
-        holes = _HOLES
-        made: Any = None
-        for parent, element, node in reversed(self._nodes):
-            entries, kinds = node.entries, {*map(type, node.entries)}
-            if kinds == {int}:
-                length = max(entries) + 1  # type: ignore[operator]
-                holes -= length - len(entries)
-                if holes < 0:
-                    raise ValueError(f"the list {element!r} has too many missing entries")
-                made = [entries.get(index) for index in range(length)]
-            else:
-                made = {node.keys.get(name, name): value for name, value in entries.items()}
-                if int in kinds or len(made) != len(entries):
-                    raise ValueError(f"{element!r} is both a list and a dict, or has a key twice")
-            parent.entries[element] = made
-        if not isinstance(made, dict):
-            raise ValueError("the top level of the state dict is a list, not a dict")
-        return made
+            inner = branch.get(element)
+            if not isinstance(inner, _Branch):
+                if element in branch or made is None:
+                    return None
+                inner = branch[element] = _Branch()
+                made.append((branch, element, inner))
+            branch = inner
+        return branch
 
 
-def _tell(path: Path, what: str, uri: str | None) -> None:
-    if (path, what) not in _told:
-        _told.add((path, what))
-        where = f"in state_dict{shown(path)}" if path else "in the state dict"
-        logger.warning(
-            "%s: %s %s can't be restored when the checkpoint is loaded without a state dict; "
-            "loading into a state dict with this key works", uri, what, where,
-        )  # fmt: skip
+def _built(branches: Sequence[tuple[_Branch, str | int, _Branch]]) -> dict[Any, Any]:
+    """Replaces branches, outer ones first, by dicts and lists; returns the outermost.
+
+    Raises:
+        ValueError: If a branch is both a list and a dict, has a key twice, or is a list with too
+            many missing entries; or if the root is a list.
+    """
+    holes = _HOLES
+    made: Any = None
+    for parent, element, branch in reversed(branches):
+        kinds = {*map(type, branch)}
+        if kinds == {int}:
+            length = max(branch) + 1  # type: ignore[operator]
+            holes -= length - len(branch)
+            if holes < 0:
+                raise ValueError(f"the list {element!r} has too many missing entries")
+            made = [branch.get(index) for index in range(length)]
+        else:
+            made = {branch.true.get(name, name): value for name, value in branch.items()}
+            if int in kinds or len(made) != len(branch):
+                raise ValueError(f"{element!r} is both a list and a dict, or has a key twice")
+        parent[element] = made
+    if not isinstance(made, dict):
+        raise ValueError("the top level of the state dict is a list, not a dict")
+    return made
 
 
 def _plain(key: Any) -> Key:
@@ -320,13 +288,23 @@ class Flat:
         return tuple(self.keys.get(path[: depth + 1], path[depth]) for depth in range(len(path)))
 
     def structure(self) -> Structure:
-        """Returns the keys and empty dicts that the paths lose; see :meth:`Structure.of`."""
+        """Returns the keys and empty dicts that the paths lose.
+
+        A key that can't be restored is logged once, by the logger ``cloudckpt``: it loads only into
+        a state dict that already contains it.
+        """
         keys: dict[Path, Key] = {}
         for path, key in self.keys.items():
             try:
                 plain = _plain(key)
             except ValueError:
-                _tell(path[:-1], f"the key {key!r} ({type(key).__name__})", self._uri)
+                if path not in _logged:
+                    _logged.add(path)
+                    logger.warning(
+                        "%s: loading without a state dict can't restore the key of state_dict%s, "
+                        "a %s; loading into a state dict with this key works",
+                        self._uri, shown((*path[:-1], key)), type(key).__name__,
+                    )  # fmt: skip
                 continue
             if plain != path[-1]:
                 keys[path] = plain
@@ -348,34 +326,37 @@ def check_nesting(state_dict: Mapping[Any, Any]) -> None:
     Raises:
         UnsupportedValueError: If a container contains itself, or is nested too deeply.
     """
-    seen: dict[int, Any] = {}  # by id; the value is kept alive, as another one would get its id
-    around: dict[int, tuple[Any, Any, Iterator[tuple[Any, Any]]]] = {}
-    around[id(state_dict)] = None, state_dict, _inner(state_dict)
-    while around:
-        number, (_, value, left) = next(reversed(around.items()))
-        key, entry = next(left, (None, None))
-        if entry is None:
-            del around[number]
-            seen[number] = value
-        elif id(entry) in around or len(around) > _LEVELS:
-            path = (*(key for key, _, _ in list(around.values())[1:]), key)
-            where = f"state_dict{shown(path[:8])}{'[...]' if len(path) > 8 else ''}"
+    _check(state_dict, (), {id(state_dict)}, {})
+
+
+def _check(value: Any, path: tuple[Any, ...], around: set[int], seen: dict[int, Any]) -> None:
+    """Checks the containers in a container.
+
+    Args:
+        value: The container.
+        path: Its path.
+        around: The ids of the container and of those around it.
+        seen: Containers that were checked, by id; kept alive, as others would get their ids.
+    """
+    is_mapping = isinstance(value, Mapping)
+    entries: Iterable[Any] = value.values() if is_mapping else value
+    # the types alone say of most lists, which may have millions of entries, that there are none
+    kinds = {kind for kind in set(map(type, entries)) if issubclass(kind, (Mapping, list, tuple))}
+    for key, entry in (value.items() if is_mapping else enumerate(value)) if kinds else ():
+        if type(entry) not in kinds or id(entry) in seen:
+            continue
+        at = (*path, key)
+        if id(entry) in around or len(at) > _LEVELS:
+            where = f"state_dict{shown(at[:8])}{'[...]' if len(at) > 8 else ''}"
             raise UnsupportedValueError(
                 f"{where} contains itself, or has more than {_LEVELS} levels: leave it out of the "
                 "state dict, or wrap it in an object of a class, which is pickled as a whole",
-                item=".".join(map(str, path[:8])),
+                item=".".join(map(str, at[:8])),
             )
-        elif id(entry) not in seen:
-            around[id(entry)] = key, entry, _inner(entry)
-
-
-def _inner(container: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the entries of a container that are containers themselves, with their keys."""
-    is_mapping = isinstance(container, Mapping)
-    entries: Iterable[Any] = container.values() if is_mapping else container
-    kinds = {kind for kind in set(map(type, entries)) if issubclass(kind, (Mapping, list, tuple))}
-    pairs = container.items() if is_mapping else enumerate(container)
-    return ((key, entry) for key, entry in pairs if type(entry) in kinds) if kinds else iter(())
+        around.add(id(entry))
+        _check(entry, at, around, seen)
+        around.remove(id(entry))
+        seen[id(entry)] = entry
 
 
 def shown(path: tuple[Any, ...]) -> str:

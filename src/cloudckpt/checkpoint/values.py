@@ -48,7 +48,6 @@ from cloudckpt.errors import (
 
 __all__ = [
     "Unloadable",
-    "check_trusted",
     "load_item",
     "load_plain",
     "load_saved",
@@ -103,22 +102,12 @@ def untrusted(
     )
 
 
-def check_trusted(data: bytes | bytearray | memoryview, item: str, uri: str) -> None:
-    """Checks that ``torch.load`` of a non-tensor item would run only allowed code.
-
-    Raises:
-        UntrustedPickleError: If its pickle names anything else.
-        CheckpointCorruptError: If it can't be read.
-    """
-    load_item(data, item, uri, map_location="cpu")
-
-
 def load_item(
     data: bytes | bytearray | memoryview,
     item: str,
     uri: str,
     *,
-    map_location: Any,
+    map_location: Any = "cpu",
     trust: bool = False,
 ) -> Any:
     """Loads a value that was written by ``torch.save``.
@@ -141,7 +130,7 @@ def load_item(
         if isinstance(exc, pickle.UnpicklingError) and not trust:
             raise untrusted(item, exc, uri, item) from None
         if map_location != "cpu":
-            check_trusted(data, item, uri)  # raises, too, if the item itself can't be read
+            load_item(data, item, uri)  # raises, too, if the item itself can't be read
             raise CheckpointError(
                 f"{item} contains tensors that can't be put onto their device, which this machine "
                 "lacks or which is out of memory: load it without a state dict and with "
@@ -168,7 +157,7 @@ def load_tensor(
         UntrustedPickleError: If it needs code that torch does not allow.
         CheckpointCorruptError: If it can't be read, or is not a tensor.
     """
-    loaded = load_item(data, item, uri, map_location="cpu", trust=trust)
+    loaded = load_item(data, item, uri, trust=trust)
     if not isinstance(loaded, torch.Tensor):
         raise CheckpointCorruptError(
             f"{item} is a {type(loaded).__name__}, although the metadata describes it as a "

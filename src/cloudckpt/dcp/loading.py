@@ -24,7 +24,7 @@ from cloudckpt.checkpoint.torch_private import (
     StreamTransformExtension,
     device_for_collectives,
 )
-from cloudckpt.checkpoint.values import check_trusted, load_item, load_tensor
+from cloudckpt.checkpoint.values import load_item, load_tensor
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import break_off
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
@@ -333,7 +333,7 @@ class Load:
                     return
                 # this planner, or its base class, unpickles without restrictions: check the pickle
                 # first
-                check_trusted(data, name, self.uri)
+                load_item(data, name, self.uri)
             planner.load_bytes(item, io.BytesIO(data))
 
         self._afterwards.append(finish)

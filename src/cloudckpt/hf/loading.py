@@ -311,6 +311,6 @@ class _ModelPlaces(Places):
             raise self._corrupt(
                 f"{index.fqn} has no shard at offsets {index.offset}: the model's files do not "
                 "fit its metadata; save the model again",
-                index,
+                index.fqn,
             )
         return self._tensors[index.fqn]
