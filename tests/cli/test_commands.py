@@ -119,7 +119,7 @@ FAILING = {
     f"diff {STEP_4} s3:/typo": (2, "typo"),
     f"cp {STEP_4} {STEP_4}": (2, "the same"),
     f"cp {STEP_4} PATH/run/step-5 --no-overwrite": (1, "overwrite is off"),
-    f"cp {STEP_4} PATH/run/step-5 --no-overwrite --dry-run": (1, "exists"),
+    f"cp {STEP_4} PATH/run/step-5 --no-overwrite --dry-run": (1, "overwrite is off"),
     f"cp {STEP_4}": (2, "target"),
     f"convert {STEP_4} PATH/run": (2, "folder of a run"),
     f"export {STEP_4} PATH/run": (2, "folder of a run"),

@@ -50,11 +50,6 @@ def test_a_checkpoint_of_torch_becomes_a_file_or_one_with_checksums(cli, stock, 
     assert is_the_state(loaded(tmp_path / "ours"))
 
 
-def test_metrics_are_kept(cli, run, tmp_path):
-    assert cli("convert", run / "step-4", tmp_path / "copy").code == 0
-    assert cloudckpt.inspect(tmp_path / "copy").notes == cloudckpt.inspect(run / "step-4").notes
-
-
 def test_a_file_goes_to_a_bucket_and_back(cli, file, bucket, s3_url, tmp_path):
     there, endpoint = f"s3://{bucket}/run/step-1", ("--endpoint-url", s3_url)
     assert cli("convert", file, there, *endpoint).code == 0

@@ -37,13 +37,7 @@ from cloudckpt.checkpoint.file_folder import MANIFEST
 from cloudckpt.checkpoint.index import index_bytes
 from cloudckpt.checkpoint.manifest import Manifest, Planned, earlier_objects
 from cloudckpt.checkpoint.notes import Notes
-from cloudckpt.checkpoint.objects import (
-    CLAIM,
-    METADATA,
-    WrittenObject,
-    keep_name,
-    pending_name,
-)
+from cloudckpt.checkpoint.objects import CLAIM, METADATA, WrittenObject, keep_name, pending_name
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.references import Hold
@@ -152,27 +146,9 @@ class Gated(MemoryStore):
 
         return self._sent(put)
 
-    def create_upload(self, key, part_size):
-        return self._sent(lambda: MemoryStore.create_upload(self, key, part_size))
-
-    def put_part(self, *args, **kwargs):
-        return self._sent(lambda: MemoryStore.put_part(self, *args, **kwargs))
-
     def complete_upload(self, upload, parts, **condition):
         plain = self._world.plain  # whose put is no request of its own
         return self._sent(lambda: plain.complete_upload(upload, parts, **condition))
-
-    def abort_upload(self, upload):
-        return self._sent(lambda: MemoryStore.abort_upload(self, upload))
-
-    def get(self, key, **limit):
-        return self._sent(lambda: MemoryStore.get(self, key, **limit), reads=True)
-
-    def get_range(self, *args, **kwargs):
-        return self._sent(lambda: MemoryStore.get_range(self, *args, **kwargs), reads=True)
-
-    def head(self, key):
-        return self._sent(lambda: MemoryStore.head(self, key), reads=True)
 
     def list(self, prefix, retry=once):
         return self._listed(MemoryStore.list, prefix, retry)
@@ -214,6 +190,17 @@ class Gated(MemoryStore):
             return MemoryStore.delete(self, key, if_version=if_version)
 
         return self._sent(deleted)
+
+
+def _gated(verb: str, *, reads: bool) -> Callable[..., object]:
+    usual = getattr(MemoryStore, verb)
+    return lambda self, *args, **options: self._sent(
+        lambda: usual(self, *args, **options), reads=reads
+    )
+
+
+for _verb in ("create_upload", "put_part", "abort_upload", "get", "get_range", "head"):
+    setattr(Gated, _verb, _gated(_verb, reads=_verb in ("get", "get_range", "head")))
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:

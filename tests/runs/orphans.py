@@ -48,19 +48,7 @@ def values_at(step: int) -> dict[str, Any]:
 
 
 def job(
-    folder: Path | str,
-    world: int = 1,
-    *,
-    run: str | None = None,
-    last: int = 0,
-    dies_at: int | None = None,
-    how: str = "at once",
-    victims: Collection[int] = range(4),
-    delay: float = 0.0,
-    kind: str = "PROCESS",
-    differs: bool = False,
-    config: Config | None = None,
-    **options: Any,
+    folder: Path | str, world: int = 1, *, run: str | None = None, **given: Any
 ) -> list[tuple[int, Any]]:
     """Exit codes, and of each rank the step that it restored and whether all it has is of that.
 
@@ -68,33 +56,11 @@ def job(
         folder: Where the ranks meet.
         world: Their number.
         run: The run; default: one in the folder.
-        last: The last step; each that is due is saved.
-        dies_at: The step behind which ranks are killed.
-        how: ``at once``, when its saving process has all of it; ``at its commit``; or ``soon``,
-            when it trains on, but not before its first save.
-        victims: The ranks that are killed, if that is ``soon``.
-        delay: Seconds until then.
-        kind: What saves: ``SYNC``, ``THREAD`` or ``PROCESS``.
-        differs: Whether ranks save different values under one name.
-        config: The options.
-        options: Of the manager.
+        given: What ``_rank`` takes.
     """
     family = uuid.uuid4().hex
-    of_all = {
-        "folder": str(folder),
-        "family": family,
-        "world": world,
-        "run": run if run is not None else f"{folder}/run",
-        "last": last,
-        "dies_at": dies_at,
-        "how": how,
-        "victims": victims,
-        "delay": delay,
-        "kind": kind,
-        "differs": differs,
-        "config": config,
-        "options": options,
-    }
+    of_all = {"folder": str(folder), "family": family, "world": world, **given}
+    of_all["run"] = run if run is not None else f"{folder}/run"
     ended = together(_rank, [{"rank": rank, **of_all} for rank in range(world)])
     _families.append(family)
     return ended
@@ -114,16 +80,35 @@ def _rank(
     rank: int,
     world: int,
     run: str,
-    last: int,
-    dies_at: int | None,
-    how: str,
-    victims: Collection[int],
-    delay: float,
-    kind: str,
-    differs: bool,
-    config: Config | None,
-    options: dict[str, Any],
+    last: int = 0,
+    dies_at: int | None = None,
+    how: str = "at once",
+    victims: Collection[int] = range(4),
+    delay: float = 0.0,
+    kind: str = "PROCESS",
+    differs: bool = False,
+    config: Config | None = None,
+    **options: Any,
 ) -> tuple[int | None, bool]:
+    """Trains.
+
+    Args:
+        folder: Where the ranks meet.
+        family: What tells this job's processes from others.
+        rank: The number of this one.
+        world: How many there are.
+        run: The run.
+        last: The last step; each that is due is saved.
+        dies_at: The step behind which ranks are killed.
+        how: ``at once``, when its saving process has all of it; ``at its commit``; or ``soon``,
+            when it trains on, but not before its first save.
+        victims: The ranks that are killed, if that is ``soon``.
+        delay: Seconds until then.
+        kind: What saves: ``SYNC``, ``THREAD`` or ``PROCESS``.
+        differs: Whether ranks save different values under one name.
+        config: The options.
+        options: Of the manager.
+    """
     os.environ.update(FAMILY=family, GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/{family}", rank=rank, world_size=world

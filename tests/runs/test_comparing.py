@@ -12,12 +12,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import cloudckpt
 from cloudckpt.checksum import CRC64NVME

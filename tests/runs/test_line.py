@@ -14,12 +14,10 @@ import pytest
 import cloudckpt
 from cloudckpt import CheckpointManager, Config
 from cloudckpt.checkpoint.objects import CLAIM
-from cloudckpt.checkpointer import CommitHook
 from cloudckpt.errors import (
     CheckpointConflictError,
     CheckpointExistsError,
     CheckpointNotFoundError,
-    CloudCheckpointError,
     ConfigError,
     ConnectionLostError,
 )
@@ -89,8 +87,7 @@ def test_a_step_that_is_saved_anew_while_steps_are_pruned_stays(
         monkeypatch.setattr(Run, "history", then_saved)
         how(run)
         assert not cloudckpt.exists(f"{run}/step-1")
-        is_told = f"{run}/step-2 was saved anew" in caplog.text
-        assert is_told == (how is prune_all_but_one)  # the other one looks again after each save
+        assert f"{run}/step-2 was saved anew" in caplog.text
     else:
         shown = prune(run, max_to_keep=1, dry_run=True)
         goes_back()
@@ -119,16 +116,6 @@ def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, cap
     assert states(run) == dict.fromkeys([2, 4, 6], "abandoned") | {3: "line"}
 
 
-def test_a_job_that_only_deletes_keeps_the_line_and_takes_the_run_from_older_jobs(run) -> None:
-    fill(run, 1, 2, 3)
-    with managed(run) as old, managed(run) as new:
-        new.delete(3)
-        for write in (lambda: old.save(4, state()), lambda: old.delete(1)):
-            with pytest.raises(CheckpointConflictError):
-                write()
-    assert states(run) == {1: "line", 2: "line"}
-
-
 def test_a_reader_writes_nothing(run) -> None:
     with managed(run) as manager, managed(run, read_only=True) as reader:
         save(manager, 1)
@@ -137,26 +124,6 @@ def test_a_reader_writes_nothing(run) -> None:
             with pytest.raises(ConfigError, match="read_only"):
                 write()
         save(manager, 2)
-
-
-class Killed(CommitHook):
-    def before_commit(self, uri, metadata) -> None:
-        raise InterruptedError
-
-
-@pytest.mark.parametrize("continues", [None, 2])
-def test_a_job_that_is_killed_before_its_first_commit_leaves_what_is_there(
-    run, continues, caplog
-) -> None:
-    fill(run, 1, 2)
-    with managed(run, hook=Killed()) as manager:
-        if continues is not None:
-            manager.restore(state(), step=continues)
-        with pytest.raises(CloudCheckpointError):
-            manager.save(3, state())
-    assert restored(run) == (2, 2)
-    assert "abandoned" not in caplog.text
-    assert states(run) == {1: "line", 2: "line"}
 
 
 @pytest.mark.parametrize("claim", [None, {"job": "old", "host": "h", "pid": 1}, "no claim"])
@@ -199,12 +166,6 @@ def test_of_many_jobs_those_of_a_restored_abandoned_step_are_not_forgotten(run, 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(run, two) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"steps are 1, 2, 3, 4, 5.* ones 6"):
         restored(run, step=77)
-
-
-@pytest.mark.parametrize("ask", [cloudckpt.inspect, cloudckpt.verify])
-def test_a_run_in_the_place_of_a_checkpoint_is_refused_with_its_newest_step(run, two, ask) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=r"a run, .*step-5 is the newest"):
-        ask(run)
 
 
 @pytest.mark.parametrize("ask", [managed, cloudckpt.latest, cloudckpt.list_checkpoints])

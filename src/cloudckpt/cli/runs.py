@@ -3,7 +3,7 @@
 # no `from __future__ import annotations`: typer reads the annotations of functions
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -132,7 +132,7 @@ def _runs_beneath(
 def _refuse_none(found: Sequence[object], locations: Sequence[str]) -> None:
     """Raises a CheckpointNotFoundError if nothing was found at the locations."""
     if not found:
-        what = "there are no checkpoints here, and none in its folders"
+        what = "there are no checkpoints here or in the folders beneath: check the location"
         raise CheckpointNotFoundError(what, uri=", ".join(locations))
 
 
@@ -232,12 +232,35 @@ def rm(call: Call, locations: list[str], *, recursive: bool = False) -> None:
         recursive: Delete whole runs, at the locations or beneath them: all checkpoints, and the
             leftovers of killed saves. No job may be saving there.
     """
-    runs, alone = dict[CheckpointURI, Run](), dict[CheckpointURI, None]()
+    from cloudckpt.runs.deleting import delete_at, delete_run
+
+    runs, alone = dict[CheckpointURI, Run](), dict[str, CheckpointURI]()
     for uri in [uri for one in locations for uri in finding.matching(one, call.config)]:
         found = _runs_beneath(call, [uri]) if recursive else []
         runs |= {run.root: run for run in found}
-        alone |= {} if found else {CheckpointURI.parse(uri): None}
-    _delete(call, [*alone], [*runs.values()])
+        alone |= {} if found else {str(at): at for at in [CheckpointURI.parse(uri)]}
+    listed = {root: cloudckpt.list_checkpoints(root, config=call.config) for root in runs}
+    inside = [one for found in listed.values() for one in found]
+    alone = {uri: at for uri, at in alone.items() if uri not in {one.uri for one in inside}}
+    missing = [uri for uri, at in alone.items() if not cloudckpt.exists(at, config=call.config)]
+    wanted = [*(one.uri for one in inside), *(uri for uri in alone if uri not in missing)]
+
+    def delete(deleted: Callable[[str], object]) -> None:
+        for root, found in listed.items():
+            delete_run(root, config=call.config, deleted=deleted)
+            for one in found:  # also those that were never committed
+                deleted(one.uri)
+        for uri in wanted[len(inside) :]:
+            try:
+                delete_at(alone[uri], config_or_default(call.config), deleted=partial(deleted, uri))
+            except CheckpointNotFoundError:  # another process has deleted it
+                deleted(uri)
+
+    size = as_size(sum(one.nbytes for one in inside))
+    _delete(call, wanted, delete, f"whole runs of {size}, with " if runs else "")
+    if missing:
+        what = "there is no committed checkpoint to delete; --recursive deletes whole runs"
+        raise CheckpointNotFoundError(what, uri=", ".join(missing))
 
 
 @command(RUNS, writes=True, asks=True)
@@ -291,77 +314,36 @@ def prune(
         config=call.config,
     )
     found = rule(dry_run=True)
-    gone = set(found if call.dry_run else ())
-    if found and not call.dry_run:
-        call.confirm(f"Delete {_named(found)}?")
-    try:
-        if found and not call.dry_run:
-            # the rules may keep one now: a job may have gone back meanwhile
-            rule(only=found, deleted=gone.add)
-    finally:
-        _show_deleted(call, found, gone)
+    # the rules may keep one of them then: a job may have gone back meanwhile
+    _delete(call, found, lambda deleted: rule(only=found, deleted=deleted))
 
 
-def _named(uris: Sequence[str]) -> str:
-    """Returns the number of checkpoints, and the first and last of them, for a question."""
-    ends = dict.fromkeys((uris[0], uris[-1]))
-    return f"{len(uris)} checkpoints: {' to '.join(map(safe, ends))}"
+def _delete(
+    call: Call,
+    wanted: Sequence[str],
+    delete: Callable[[Callable[[str], object]], object],
+    what: str = "",
+) -> None:
+    """Deletes checkpoints after a confirmation, and prints for each what has become of it.
 
-
-def _show_deleted(call: Call, wanted: Sequence[str], gone: Collection[str]) -> None:
-    """Prints for each checkpoint whether it was deleted or kept, in a dry run would be deleted."""
-    deleted = [uri for uri in wanted if uri in gone]
-    kept = [] if call.dry_run else [uri for uri in wanted if uri not in gone]
-    actions = dict.fromkeys(deleted, "would delete" if call.dry_run else "deleted")
-    actions |= dict.fromkeys(kept, "kept")
-    rows = [{"action": actions[uri], "checkpoint": uri} for uri in wanted if uri in actions]
-    call.done(rows, {"checkpoints": deleted, "kept": kept})
-
-
-def _delete(call: Call, places: Sequence[CheckpointURI], runs: Sequence[Run]) -> None:
-    """Deletes checkpoints and whole runs, after a confirmation by the user.
-
-    Raises:
-        CheckpointNotFoundError: For the first checkpoint that does not exist, after all others were
-            deleted.
+    Args:
+        call: As it was called.
+        wanted: The URIs of the checkpoints.
+        delete: Deletes them, and calls its argument with the URI of each that is gone.
+        what: For the question: in which whole runs they are.
     """
-    from cloudckpt.runs.deleting import delete_at, delete_run
-
-    inside = {run: cloudckpt.list_checkpoints(run.root, config=call.config) for run in runs}
-    listed = [one for found in inside.values() for one in found]
-    every = [*dict.fromkeys([*(one.uri for one in listed), *map(str, places)])]
-    if every and not call.dry_run:
-        size = as_size(sum(one.nbytes for one in listed))
-        whole = f"whole runs of {size}, with " if runs else ""
-        call.confirm(f"Delete {whole}{_named(every)}?")
-    gone, missing = set[str](), dict[str, CheckpointNotFoundError]()
-    if call.dry_run:
-        gone.update(one.uri for one in listed)
+    gone = set(wanted if call.dry_run else ())
+    if wanted and not call.dry_run:
+        ends = " to ".join(map(safe, dict.fromkeys((wanted[0], wanted[-1]))))
+        call.confirm(f"Delete {what}{len(wanted)} checkpoints: {ends}?")
     try:
-        for run, found in () if call.dry_run else inside.items():
-            delete_run(run.root, config=call.config, deleted=gone.add)
-            gone.update(one.uri for one in found)  # also those that were never committed
-        for place in places:
-            uri = str(place)
-            if uri in gone:  # with its run
-                continue
-            try:
-                if not call.dry_run:
-                    delete_at(place, config_or_default(call.config), deleted=partial(gone.add, uri))
-                elif cloudckpt.exists(place, config=call.config):
-                    gone.add(uri)
-                else:
-                    what = "there is no committed checkpoint here; --recursive deletes whole runs"
-                    raise CheckpointNotFoundError(what, uri=uri)
-            except CheckpointNotFoundError as error:
-                missing[uri] = error
+        if wanted and not call.dry_run:
+            delete(gone.add)
     finally:
-        _show_deleted(call, [uri for uri in every if uri not in missing], gone)
-    errors = [*missing.values()]
-    for other in errors[1:]:
-        say(other)
-    if errors:
-        raise errors[0]
+        verb = "would delete" if call.dry_run else "deleted"
+        rows = [{"action": verb if uri in gone else "kept", "checkpoint": uri} for uri in wanted]
+        kept = [uri for uri in wanted if uri not in gone]
+        call.done(rows, {"checkpoints": [uri for uri in wanted if uri in gone], "kept": kept})
 
 
 @command(RUNS, writes=True, asks=True)

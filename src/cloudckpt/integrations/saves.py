@@ -32,8 +32,8 @@ from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError, CloudCh
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import OwnLine
 from cloudckpt.runs.deleting import delete_at
-from cloudckpt.runs.pruning import try_to_delete_step
-from cloudckpt.runs.restoring import goal_of, restore_newest
+from cloudckpt.runs.pruning import delete_steps
+from cloudckpt.runs.restoring import notes_to_restore, restore_newest
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import CheckpointURI
 
@@ -123,7 +123,7 @@ class Saves:
             CloudCheckpointError: The errors of ``load``.
         """
         line = self._line_of(run)
-        notes = self._meeting.broadcast_from_first(lambda: goal_of(run, step))
+        notes = self._meeting.broadcast_from_first(lambda: notes_to_restore(run, step))
         load(step)
         self._go_on(line, step, notes)
 
@@ -281,13 +281,12 @@ class Saves:
         if retention.keeps_all:
             return
         try:
-            history, check = run.history(), self._check_of(run.root)
-            for step in retention.unneeded(history.line):
-                if step not in kept and step != self._resumed.get(run.root):
-                    try_to_delete_step(run, history, step, check)
+            history, kept = run.history(), {*kept, self._resumed.get(run.root)}
+            unneeded = [step for step in retention.unneeded(history.line) if step not in kept]
+            delete_steps(run, history, unneeded, self._check_of(run.root))
         except CloudCheckpointError as error:
             logger.error(
-                "%s: old checkpoints could not be deleted, and stay until the next save: %s",
+                "%s: not all old checkpoints could be deleted; the next save tries again: %s",
                 run.root,
                 error,
             )

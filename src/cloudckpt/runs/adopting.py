@@ -62,8 +62,8 @@ __all__ = ["adopt", "adopt_pending"]
 
 logger = logging.getLogger("cloudckpt")
 
-_BETWEEN_LOOKS = 0.5  # seconds between two listings of the records
-_SILENT_LOOKS = 20  # listings in a row without a changed record: the processes count as dead
+_BETWEEN_LISTINGS = 0.5  # seconds between two listings of the records
+_SILENT_LISTINGS = 20  # listings in a row without a changed record: the processes count as dead
 
 
 def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> None:
@@ -126,7 +126,7 @@ class _Adoption:
     def __init__(self, uri: CheckpointURI, config: Config, hook: CommitHook) -> None:
         self._uri, self._config, self._hook = uri, config, hook
         self._run = Run(uri.parent, config=config)
-        self._seen: dict[str, Pending] = {}  # the records read so far, by key, the newest first
+        self._records: dict[str, Pending] = {}  # the records read so far, by key, the newest first
 
     def _owner(self) -> str:
         """Reads the name of the job that holds the run's claim; empty if the run is not claimed."""
@@ -135,18 +135,18 @@ class _Adoption:
 
     def carry_out(self, until: float) -> None:
         """Waits for the records, checks them and the objects, commits, and deletes the records."""
-        by_rank = self._awaited(self._owner(), until)
+        by_rank = self._wait_for_records(self._owner(), until)
         self._compare(by_rank)
         baseline = Baseline(self._uri.key(METADATA), None)
         manifest = self._draft(by_rank)
         self._check_objects(manifest.objects)
         self._commit(manifest, by_rank[0], baseline)
-        keys, threads = list(self._seen), self._config.requests_at_once
+        keys, threads = list(self._records), self._config.requests_at_once
         needed, mark = {one.folder for one in manifest.objects}, keep_name(by_rank[0].attempt)
         keys += [self._uri.beside(one).key(mark) for one in by_rank[0].held if one not in needed]
         delete_quietly(self._run.store, keys, self._config.retry, threads=threads)
 
-    def _awaited(self, job: str, until: float) -> Mapping[int, Pending]:
+    def _wait_for_records(self, job: str, until: float) -> Mapping[int, Pending]:
         """Waits until all ranks of one save of ``job`` have sent their data; returns the records.
 
         Of several such saves it is the newest.
@@ -155,32 +155,32 @@ class _Adoption:
             IncompleteSaveError: If records are of another job only, stop changing, or are not
                 complete at the time ``until``.
         """
-        is_told, silent = False, 0  # counted in listings: a slow store makes both sides slow
+        is_logged, silent = False, 0  # counted in listings: a slow store makes both sides slow
         while True:
-            before = self._seen
-            self._look()
+            before = self._records
+            self._read_records()
             saves: dict[tuple[str, int], dict[int, Pending]] = {}  # the records of a save, by rank
-            for one in self._seen.values():
+            for one in self._records.values():
                 if one.job == job:
                     saves.setdefault((one.save, one.ranks), {})[one.rank] = one
             for (_, ranks), by_rank in saves.items():
                 sent = {rank for rank, one in by_rank.items() if one.objects is not None}
                 if sent >= {*range(ranks)}:
                     return by_rank
-            if not saves and self._seen:
+            if not saves and self._records:
                 raise self._of_another_job()
             if not saves:
                 raise self._incomplete("no saving process has left anything to commit")
-            silent = silent + 1 if self._seen == before else 0
-            missing, left = _what_is_missing(saves.values()), until - time.monotonic()
-            if left <= 0 or silent >= _SILENT_LOOKS:
+            silent = silent + 1 if self._records == before else 0
+            missing, left = _progress(saves.values()), until - time.monotonic()
+            if left <= 0 or silent >= _SILENT_LISTINGS:
                 raise self._incomplete(missing)
-            if not is_told:
+            if not is_logged:
                 logger.info("%s: %s; waiting for up to %.0f s", self._uri, missing, left)
-                is_told = True
-            time.sleep(_BETWEEN_LOOKS)
+                is_logged = True
+            time.sleep(_BETWEEN_LISTINGS)
 
-    def _look(self) -> None:
+    def _read_records(self) -> None:
         """Lists the records in the step's folder, and reads those that are new or not final."""
         below = self._uri.key("")
         listed = {
@@ -204,12 +204,12 @@ class _Adoption:
                 logger.warning("%s", error)
                 return key, None
 
-        known = {key: one for key, one in self._seen.items() if key in listed}
+        known = {key: one for key, one in self._records.items() if key in listed}
         for key, found in self._run.view.each(read, filter(is_new, listed)):
             if found is not None:
                 known[key] = found
         newest_first = sorted(known, key=lambda key: listed[key], reverse=True)
-        self._seen = {key: known[key] for key in newest_first}
+        self._records = {key: known[key] for key in newest_first}
 
     def _compare(self, by_rank: Mapping[int, Pending]) -> None:
         """Refuses or logs, as ``Config.replicas`` says, ranks that differ in the value of a name.
@@ -329,7 +329,7 @@ class _Adoption:
         return IncompleteSaveError(f"this checkpoint can't be committed: {why}", uri=str(self._uri))
 
 
-def _what_is_missing(saves: Iterable[Mapping[int, Pending]]) -> str:
+def _progress(saves: Iterable[Mapping[int, Pending]]) -> str:
     """Describes for a message how many ranks of the most complete save have finished."""
     best = max(saves, key=lambda by_rank: sum(one.objects is not None for one in by_rank.values()))
     ranks = next(iter(best.values())).ranks

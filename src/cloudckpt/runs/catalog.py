@@ -348,13 +348,17 @@ class Run:
                 unread[min(unread)],
             )
 
+    def is_checkpoint(self) -> bool:
+        """Returns whether the run's location is itself a committed checkpoint."""
+        return find_commit(self.view.look, self.root) is not None
+
     def check_is_run(self) -> None:
         """Checks that the run's location is not itself a checkpoint.
 
         Raises:
             ConfigError: If it is a checkpoint.
         """
-        if self.root.prefix and find_commit(self.view.look, self.root) is not None:
+        if self.root.prefix and self.is_checkpoint():
             raise ConfigError(
                 "this is a checkpoint, not a run: did you mean the folder that contains it, "
                 f"{self.root.parent}? If there are checkpoints in it, delete this one with "

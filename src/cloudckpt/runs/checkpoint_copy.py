@@ -10,14 +10,8 @@ from functools import partial
 from cloudckpt.checkpoint.baseline import begin
 from cloudckpt.checkpoint.commit import publish
 from cloudckpt.checkpoint.manifest import Manifest
-from cloudckpt.checkpoint.objects import (
-    OF_RANKS,
-    WrittenObject,
-    checked,
-    data_name,
-)
+from cloudckpt.checkpoint.objects import OF_RANKS, WrittenObject, checked, data_name
 from cloudckpt.checkpoint.record import Record
-from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
@@ -27,18 +21,17 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import ReadContent, read_content
 from cloudckpt.runs.verifying import Progress, check
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
+from cloudckpt.stores.base import ObjectInfo, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.copying import CopyTask, MismatchError, copies_within, relay
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store
+from cloudckpt.transfer.retry import check_unchanged
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.view import View
-from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Copied", "Place", "copy_checkpoint"]
+__all__ = ["Copied", "copy_checkpoint"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -75,51 +68,13 @@ class Copied:
         return Copied(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
-@dataclass(frozen=True)
-class Place:
-    """The location of a source or target checkpoint, with the options to reach its store."""
-
-    uri: CheckpointURI
-    config: Config
-
-    @property
-    def store(self) -> ObjectStore:
-        """The store of this location."""
-        return open_store(self.uri, self.config)
-
-    @property
-    def retrier(self) -> Retrier:
-        """A new retrier for single requests, with the retry options of this location."""
-        return Retrier(self.config.retry)
-
-    def heads(self, keys: Sequence[str]) -> list[ObjectInfo]:
-        """Reads the size, version and checksum of each object, in the order of ``keys``.
-
-        Raises:
-            CheckpointCorruptError: If an object does not exist.
-        """
-        store, view = self.store, View(self.uri, self.config)
-
-        def look(key: str) -> ObjectInfo:
-            try:
-                return view.retrier.call(lambda: store.head(key))
-            except ObjectNotFoundError as error:
-                raise CheckpointCorruptError(
-                    "an object of the checkpoint no longer exists: copy another checkpoint",
-                    uri=store.uri(key),
-                    cause=error,
-                ) from error
-
-        return view.each(look, keys)
-
-
 def copy_checkpoint(
-    source: Place, target: Place, progress: Progress, *, skips_same: bool = False
+    source: Run, target: Run, progress: Progress, *, skips_same: bool = False
 ) -> Copied:
     """Copies one checkpoint; a copy to its own location replaces references by copied objects.
 
     Args:
-        source: The checkpoint.
+        source: The location of the checkpoint.
         target: The location of the copy; its options say whether it may replace a checkpoint.
         progress: Counts the copied bytes.
         skips_same: Whether nothing is copied if the target has an identical checkpoint.
@@ -128,13 +83,13 @@ def copy_checkpoint(
         CheckpointReplacedError: If the source was replaced meanwhile; the caller may try again.
         CloudCheckpointError: The other errors of :func:`cloudckpt.copy`.
     """
-    part = read_content(source.uri, source.config)
+    part = read_content(source.root, source.config)
     if skips_same and _has_the_same(target, part):
         return Copied(already_there=1)
-    key = target.uri.key(part.commit.info.key.removeprefix(source.uri.key("")))
+    key = target.root.key(part.commit.info.key.removeprefix(source.root.key("")))
     look = partial(target.retrier.call, partial(target.store.look, key))
-    may_replace = target.config.overwrite or source.uri == target.uri
-    baseline = begin(look, key, str(target.uri), overwrite=may_replace)
+    may_replace = target.config.overwrite or source.root == target.root
+    baseline = begin(look, key, str(target.root), overwrite=may_replace)
     attempt = random_suffix()
     tasks = _tasks(part, source, target, attempt)
     objects = {one.name: one for one in part.commit.objects}  # those not copied keep their names
@@ -155,7 +110,7 @@ def copy_checkpoint(
     try:
         publish(  # if it fails, it deletes the objects itself, unless they may be needed
             target.store,
-            target.uri,
+            target.root,
             target.config,
             baseline=baseline,
             attempt=random_suffix(),
@@ -169,7 +124,7 @@ def copy_checkpoint(
     return Copied(checkpoints=1, objects=len(tasks), nbytes=nbytes, by_store=by_store)
 
 
-def _tasks(part: ReadContent, source: Place, target: Place, attempt: str) -> dict[str, CopyTask]:
+def _tasks(part: ReadContent, source: Run, target: Run, attempt: str) -> dict[str, CopyTask]:
     """Returns the data objects to copy, by their names in the source.
 
     For a copy to its own location, only objects in the folders of other checkpoints are copied.
@@ -177,11 +132,11 @@ def _tasks(part: ReadContent, source: Place, target: Place, attempt: str) -> dic
     Raises:
         CheckpointCorruptError: If an object without checksum is missing or too short.
     """
-    uri, kind = source.uri, part.commit.checksum
+    uri, kind = source.root, part.commit.checksum
     found: dict[str, tuple[int, int | None]] = {}  # size and checksum
     if kind is not None:
         for one in part.commit.objects:
-            if one.folder or uri != target.uri:
+            if one.folder or uri != target.root:
                 found[one.name] = one.size, one.checksum
     else:
         needed: dict[str, int] = {}  # the minimum size of each object
@@ -189,7 +144,7 @@ def _tasks(part: ReadContent, source: Place, target: Place, attempt: str) -> dic
             name = checked(entry.relative_path, str(uri))
             needed[name] = max(needed.get(name, 0), entry.offset + entry.length)
         kind = source.store.capabilities.checksum
-        infos = source.heads([uri.key(name) for name in needed])
+        infos = _heads(source, [uri.key(name) for name in needed])
         for (name, least), info in zip(needed.items(), infos, strict=True):
             found[name] = info.size, info.checksum
             if info.size < least:
@@ -199,14 +154,35 @@ def _tasks(part: ReadContent, source: Place, target: Place, attempt: str) -> dic
                     uri=source.store.uri(info.key),
                 )
     return {
-        name: CopyTask(uri.key(name), target.uri.key(data_name(0, number, attempt)), *one, kind)
+        name: CopyTask(uri.key(name), target.root.key(data_name(0, number, attempt)), *one, kind)
         for number, (name, one) in enumerate(found.items())
     }
 
 
+def _heads(source: Run, keys: Sequence[str]) -> list[ObjectInfo]:
+    """Reads the size, version and checksum of each object, in the order of ``keys``.
+
+    Raises:
+        CheckpointCorruptError: If an object does not exist.
+    """
+    store, view = source.store, source.view
+
+    def head(key: str) -> ObjectInfo:
+        try:
+            return view.retrier.call(lambda: store.head(key))
+        except ObjectNotFoundError as error:
+            raise CheckpointCorruptError(
+                "an object of the checkpoint no longer exists: copy another checkpoint",
+                uri=store.uri(key),
+                cause=error,
+            ) from error
+
+    return view.each(head, keys)
+
+
 def _send(
-    source: Place,
-    target: Place,
+    source: Run,
+    target: Run,
     tasks: Sequence[CopyTask],
     part: ReadContent,
     progress: Progress,
@@ -224,11 +200,11 @@ def _send(
         task.source
         for task in tasks
         # a copy by the file system reports no checksum to compare
-        if source.uri.scheme != "file" and copies_within(source.store, target.store, task.size)
+        if source.root.scheme != "file" and copies_within(source.store, target.store, task.size)
     ]
-    infos = {info.key: info for info in source.heads(within)}
+    infos = {info.key: info for info in _heads(source, within)}
     left = {task.target: replace(task, found=infos.get(task.source)) for task in tasks}
-    by_store, mismatches, stats = 0, 0, TransferStats(str(target.uri))
+    by_store, mismatches, stats = 0, 0, TransferStats(str(target.root))
 
     def arrived(task: CopyTask) -> None:
         nonlocal by_store
@@ -256,21 +232,23 @@ def _send(
             left = {key: replace(task, found=None) for key, task in left.items()}
         except CheckpointCorruptError as error:
             check_unchanged(
-                source.store, part.commit.info, str(source.uri), source.config.retry, error
+                source.store, part.commit.info, str(source.root), source.config.retry, error
             )
             mismatches += 1
             if not isinstance(error, MismatchError) or mismatches == 2:
                 raise
-            check(source.uri, source.config, only=str(error.uri))  # raises if the source is damaged
+            check(
+                source.root, source.config, only=str(error.uri)
+            )  # raises if the source is damaged
 
 
-def _has_the_same(target: Place, ours: ReadContent) -> bool:
+def _has_the_same(target: Run, ours: ReadContent) -> bool:
     """Returns whether the target already has a checkpoint of equal checksums, sizes and notes.
 
     Checkpoints without checksums never count as the same.
     """
     try:
-        theirs = read_content(target.uri, target.config)
+        theirs = read_content(target.root, target.config)
         if not ours.has_checksums or not theirs.has_checksums:
             return False
         if ours.commit.notes != theirs.commit.notes or _content(ours) != _content(theirs):
@@ -282,13 +260,12 @@ def _has_the_same(target: Place, ours: ReadContent) -> bool:
             "the existing checkpoint at the target is damaged, and is replaced: %s", error
         )
         return False
-    store, objects = target.store, theirs.commit.objects
-    sizes: dict[str, int] = {}
-    for folder in {one.folder for one in objects}:  # its own folder, and those it refers to
-        place = target.uri.beside(folder) if folder else target.uri
-        listed = store.list(place.key(OF_RANKS), target.retrier.call)
-        sizes |= {info.key: info.size for info in listed}
-    return all(sizes.get(target.uri.key(record.name)) == record.size for record in objects)
+    root, objects = target.root, theirs.commit.objects
+    folders = {one.folder for one in objects}  # its own folder, and those it refers to
+    places = [root.beside(folder) if folder else root for folder in folders]
+    listed = [info for one in places for info in target.view.objects(one.key(OF_RANKS))]
+    sizes = {info.key: info.size for info in listed}
+    return all(sizes.get(root.key(one.name)) == one.size for one in objects)
 
 
 def _content(part: ReadContent) -> bytes:

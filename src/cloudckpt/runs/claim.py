@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from cloudckpt.checkpoint.commit import conditions_work
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import CLAIM, trial_name
-from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.writer import CommitHook
 from cloudckpt.errors import (
@@ -52,7 +51,6 @@ from cloudckpt.runs.line import Owner
 from cloudckpt.stores.base import random_suffix
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import creates_only, put_whole
-from cloudckpt.uri import CheckpointURI
 
 __all__ = ["OwnLine", "copy_claim"]
 
@@ -111,9 +109,7 @@ def _check(run: Run, claim: Owner) -> None:
     raise _taken(run, run.owner())
 
 
-def copy_claim(
-    source: CheckpointURI, config: Config, target: CheckpointURI, target_config: Config
-) -> None:
+def copy_claim(origin: Run, goal: Run) -> None:
     """Copies the claim of a run to its copy, so that both have the same line.
 
     Does nothing if the source has no claim, or the target has one.
@@ -121,12 +117,11 @@ def copy_claim(
     Raises:
         StoreError: If a store refuses or stays unreachable.
     """
-    origin, goal = Run(source, config=config), Run(target, config=target_config)
     with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError):
         store, key = origin.store, origin.root.key(CLAIM)
         data, _ = origin.retrier.call(lambda: store.get(key))
         if goal.owner() is None:
-            only = creates_only(goal.store, target_config)
+            only = creates_only(goal.store, goal.config)
             content, key = memoryview(data), goal.root.key(CLAIM)
             put_whole(goal.store, key, content, goal.retrier, if_absent=only)
 
@@ -139,9 +134,9 @@ def _taken(run: Run, by: Owner | None) -> CheckpointConflictError:
     )
     if by is not None:
         what = (
-            f"another job has started to save into this run: {by.who}. Two training jobs in one "
-            "run would delete and replace each other's checkpoints: give one of them its own "
-            "folder, or stop it"
+            f"another job has claimed this run: {by.process}. Two training jobs in one run would "
+            "delete and replace each other's checkpoints: give one of them its own folder, or "
+            "stop it"
         )
     return CheckpointConflictError(what, uri=str(run.root))
 
@@ -232,8 +227,8 @@ class OwnLine(CommitHook):
             CloudCheckpointError: If the run can't be claimed.
         """
         if self._begins or not self._is_claimed:
-            told = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=True))
-            self.job, self._is_claimed = told
+            claimed = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=True))
+            self.job, self._is_claimed = claimed
             self._begins = False
         return self.job, self._continues
 
@@ -245,8 +240,8 @@ class OwnLine(CommitHook):
             CloudCheckpointError: If the run can't be claimed.
         """
         if not self._is_claimed:
-            told = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=False))
-            self.job, self._is_claimed = told
+            claimed = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=False))
+            self.job, self._is_claimed = claimed
 
     def explain(self, error: CloudCheckpointError) -> None:
         """Rewrites the message of an existing step's error if the job did not call ``restore()``.

@@ -18,11 +18,7 @@ from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.errors import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    CloudCheckpointError,
-)
+from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CloudCheckpointError
 from cloudckpt.runs.catalog import Run
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.download import raise_it

@@ -18,7 +18,6 @@ from functools import partial
 
 import torch.distributed as dist
 
-from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.meeting import Meeting, RankStatus, collective
 from cloudckpt.errors import (
@@ -29,12 +28,12 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
 )
-from cloudckpt.runs.catalog import list_checkpoints
-from cloudckpt.runs.checkpoint_copy import Copied, Place, copy_checkpoint
+from cloudckpt.runs.catalog import Run, list_checkpoints
+from cloudckpt.runs.checkpoint_copy import Copied, copy_checkpoint
 from cloudckpt.runs.claim import copy_claim
 from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.steps import DEFAULT_PATTERN
-from cloudckpt.runs.verifying import Progress, one_error
+from cloudckpt.runs.verifying import Progress, merged_error
 from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.transfer.retry import retry_if_replaced
 from cloudckpt.uri import CheckpointURI, URILike
@@ -104,33 +103,24 @@ def copy(
         CheckpointReplacedError: If the source was replaced meanwhile, again and again.
         StoreError: If a store refuses or stays unreachable.
     """
-
-    def prepare() -> tuple[Place, Place]:
-        origin, goal = _ends(source, target, config, target_config)
-        if overwrite is not None:
-            goal = replace(goal, config=replace(goal.config, overwrite=overwrite))
-        return origin, goal
-
     meeting = Meeting(process_group)
     origin, goal = meeting.begin(
-        prepare,
+        lambda: _ends(source, target, config, target_config, overwrite),
         lambda ends: RankStatus(
-            location=f"the copy of {ends[0].uri} to {ends[1].uri}",
+            location=f"the copy of {ends[0].root} to {ends[1].root}",
             options=f"overwrite={ends[1].config.overwrite}",
         ),
     )
     copies = meeting.broadcast_from_first(lambda: _copies(origin, goal, step_name))
-    if copies[0].source != origin.uri:  # the source is a run
-        meeting.broadcast_from_first(
-            lambda: copy_claim(origin.uri, origin.config, goal.uri, goal.config)
-        )
+    if copies[0].source != origin.root:  # the source is a run
+        meeting.broadcast_from_first(lambda: copy_claim(origin, goal))
     share = copies[meeting.rank :: meeting.size]
     made = meeting.begin(lambda: _carry_out(share, origin, goal, Progress(progress)))
     of_all = meeting.gathered(made)
     copied = sum((one for one, _ in of_all), Copied())
     failed = [error for _, errors in of_all for error in errors]
     if damaged := [error for error in failed if isinstance(error, CheckpointCorruptError)]:
-        error = one_error(damaged)
+        error = merged_error(damaged)
         if len(copies) > 1:
             error.message += (
                 f" | {len(damaged)} damaged checkpoints of the run were not copied; "
@@ -152,14 +142,14 @@ class _Copy:
 
 
 def _carry_out(
-    copies: Sequence[_Copy], origin: Place, goal: Place, done: Progress
+    copies: Sequence[_Copy], origin: Run, goal: Run, done: Progress
 ) -> tuple[Copied, list[CloudCheckpointError]]:
     """Copies checkpoints one after the other; returns the errors of damaged and deleted ones."""
     done.total = sum(one.nbytes for one in copies)
     copied, failed = Copied(), list[CloudCheckpointError]()
     for one in copies:
-        source, target = replace(origin, uri=one.source), replace(goal, uri=one.target)
-        is_of_a_run = origin.uri != one.source
+        source, target = _at(origin, one.source), _at(goal, one.target)
+        is_of_a_run = origin.root != one.source
         try:
             copied += retry_if_replaced(
                 partial(copy_checkpoint, source, target, done, skips_same=is_of_a_run)
@@ -184,25 +174,37 @@ def planned(
     Checkpoints that the target already has are included. Raises the errors of :func:`copy` that
     can be detected without copying.
     """
-    origin, goal = _ends(source, target, config, None)
+    origin, goal = _ends(source, target, config)
     copies = _copies(origin, goal, step_name)
-    if copies[0].source == origin.uri:  # the source is a checkpoint
-        to = replace(goal, uri=copies[0].target)
-        if not to.config.overwrite and is_committed(to.store, to.uri, to.retrier):
-            raise CheckpointExistsError("it exists, and overwrite is off", uri=str(to.uri))
-        copies = [replace(copies[0], nbytes=inspect(origin.uri, config=origin.config).nbytes)]
+    if copies[0].source == origin.root:  # the source is a checkpoint
+        to = _at(goal, copies[0].target)
+        if not to.config.overwrite and to.is_checkpoint():
+            raise CheckpointExistsError(
+                "the target already has a checkpoint, and overwrite is off: choose another "
+                "target, or turn overwrite on",
+                uri=str(to.root),
+            )
+        copies = [replace(copies[0], nbytes=inspect(origin.root, config=origin.config).nbytes)]
     return [(str(one.source), str(one.target), one.nbytes) for one in copies]
 
 
 def _ends(
-    source: URILike, target: URILike, config: Config | None, target_config: Config | None
-) -> tuple[Place, Place]:
+    source: URILike,
+    target: URILike,
+    config: Config | None,
+    target_config: Config | None = None,
+    overwrite: bool | None = None,
+) -> tuple[Run, Run]:
     """Parses the source and the target; the source's options always verify checksums."""
     options = replace(config_or_default(config), verify=True)
-    return (
-        Place(CheckpointURI.parse(source), options),
-        Place(checkpoint_location(target), options if target_config is None else target_config),
-    )
+    to = config_or_default(options if target_config is None else target_config)
+    to = to if overwrite is None else replace(to, overwrite=overwrite)
+    return Run(source, config=options), Run(checkpoint_location(target), config=to)
+
+
+def _at(place: Run, location: CheckpointURI) -> Run:
+    """Returns another location with the same options."""
+    return Run(location, config=place.config)
 
 
 def detach(
@@ -230,14 +232,13 @@ def detach(
         CheckpointConflictError: If another writer has replaced the checkpoint meanwhile.
         StoreError: If the store refuses or stays unreachable.
     """
-    options = replace(config_or_default(config), verify=True)
-    place = Place(CheckpointURI.parse(checkpoint_id), options)
-    if not inspect(place.uri, config=place.config).shared:
+    place = Run(checkpoint_id, config=replace(config_or_default(config), verify=True))
+    if not inspect(place.root, config=place.config).shared:
         return Copied(already_there=1)
     return retry_if_replaced(partial(copy_checkpoint, place, place, Progress(progress)))
 
 
-def _copies(origin: Place, goal: Place, step_name: str | None) -> list[_Copy]:
+def _copies(origin: Run, goal: Run, step_name: str | None) -> list[_Copy]:
     """Lists the copies to make: one of the source if it is a checkpoint, or all of a run.
 
     Raises:
@@ -245,44 +246,43 @@ def _copies(origin: Place, goal: Place, step_name: str | None) -> list[_Copy]:
         CheckpointExistsError: If the source is a run, and the target a checkpoint.
         CheckpointNotFoundError: If there is no committed checkpoint to copy.
     """
-    is_there, to = is_committed(goal.store, goal.uri, goal.retrier), goal.uri
-    is_checkpoint = is_committed(origin.store, origin.uri, origin.retrier)
-    if is_checkpoint and origin.uri.folder and not is_there and _is_run(goal):
-        to = goal.uri.join(origin.uri.folder)
-        logger.info("%s is a run: the copy is put into it, at %s", goal.uri, to)
-    if origin.uri == to and origin.store is goal.store:
+    is_there, is_checkpoint, to = goal.is_checkpoint(), origin.is_checkpoint(), goal.root
+    if is_checkpoint and origin.root.folder and not is_there and _is_run(goal):
+        to = goal.root.join(origin.root.folder)
+        logger.info("%s is a run: the copy is put into it, at %s", goal.root, to)
+    if origin.root == to and origin.store is goal.store:
         raise ConfigError(
             "the source and the target of the copy are the same: choose another target",
             uri=str(to),
         )
     if is_checkpoint:
-        return [_Copy(origin.uri, checkpoint_location(to))]
+        return [_Copy(origin.root, checkpoint_location(to))]
     if is_there:
         raise CheckpointExistsError(
             "the target is a checkpoint, and a folder can't be a checkpoint and a run: choose "
-            "another target, or delete it first",
-            uri=str(goal.uri),
+            "another target, or delete that checkpoint first",
+            uri=str(goal.root),
         )
     pattern = step_name or DEFAULT_PATTERN
     found = [
-        _Copy(source, checkpoint_location(goal.uri.join(source.folder)), one.nbytes)
-        for one in list_checkpoints(origin.uri, step_name=pattern, config=origin.config)
+        _Copy(source, checkpoint_location(goal.root.join(source.folder)), one.nbytes)
+        for one in list_checkpoints(origin.root, step_name=pattern, config=origin.config)
         if one.is_committed and (step_name is None or one.step is not None)
         for source in [CheckpointURI.parse(one.uri)]
     ]
     if not found:
         what = "" if step_name is None else f" called {step_name!r}"
         raise CheckpointNotFoundError(
-            f"there is no committed checkpoint to copy, neither here nor in a folder{what} in it",
-            uri=str(origin.uri),
+            f"there is no committed checkpoint to copy, neither here nor in a subfolder{what}: "
+            "check the location",
+            uri=str(origin.root),
         )
     return found
 
 
-def _is_run(place: Place) -> bool:
+def _is_run(place: Run) -> bool:
     """Returns whether a folder has committed checkpoints in its subfolders."""
     try:
-        found = list_checkpoints(place.uri, config=place.config)
+        return any(one.is_committed for one in place.summaries())
     except AccessDeniedError:  # credentials that allow only writes to the target
         return False
-    return any(one.is_committed for one in found)

@@ -52,7 +52,9 @@ def matching(location: str, config: Config | None = None) -> list[str]:
             if fnmatchcase(folder, name) and CheckpointURI.accepts(f"{uri}/{folder}")
         ]
     if not found:
-        raise CheckpointNotFoundError("no folder matches this pattern", uri=location)
+        raise CheckpointNotFoundError(
+            "no folder matches this pattern: check the location", uri=location
+        )
     return [str(uri) for uri in found]
 
 

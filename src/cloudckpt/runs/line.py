@@ -52,13 +52,13 @@ class Owner:
         job: The name of the job; empty if the claim can't be parsed.
         continues: For each earlier job that this job continues, the last step on the line; None if
             the claim does not contain it.
-        who: Process and host of the job, for messages.
+        process: Process and host of the job, for messages.
     """
 
     version: str
     job: str = ""
     continues: Mapping[str, int] | None = None
-    who: str = "an unknown process"
+    process: str = "an unknown process"
 
     @classmethod
     def read(cls, store: ObjectStore, key: str, retrier: Retrier) -> Owner | None:
@@ -72,10 +72,10 @@ class Owner:
         except ObjectNotFoundError:
             return None
         try:
-            said = json.loads(bytes(data))
-            continues = continued_from(said["continues"]) if "continues" in said else None
-            who = f"process {int(said['pid'])} on host {str(said['host'])[:100]!r}"
-            return cls(info.version, str(said["job"]), continues, who)
+            claim = json.loads(bytes(data))
+            continues = continued_from(claim["continues"]) if "continues" in claim else None
+            process = f"process {int(claim['pid'])} on host {str(claim['host'])[:100]!r}"
+            return cls(info.version, str(claim["job"]), continues, process)
         except (ValueError, KeyError, TypeError, RecursionError):
             return cls(info.version)
 

@@ -13,24 +13,16 @@ from typing import Any, Literal
 
 from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.notes import Notes
-from cloudckpt.checkpointer import (
-    CheckpointerConfig,
-    ClosedAtExit,
-    checked,
-)
+from cloudckpt.checkpointer import CheckpointerConfig, ClosedAtExit, checked
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting, RankStatus, collective
 from cloudckpt.dcp.report import LoadReport
-from cloudckpt.errors import (
-    ClosedError,
-    ConfigError,
-    SaveInProgressError,
-)
+from cloudckpt.errors import ClosedError, ConfigError, SaveInProgressError
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import OwnLine
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.runs.pruning import Pruner, best_step
-from cloudckpt.runs.restoring import checkpoint_in, goal_of, load_from, restore_newest
+from cloudckpt.runs.restoring import checkpoint_in, load_from, notes_to_restore, restore_newest
 from cloudckpt.runs.saves import OnFailure, RunStatus, Saves, StepSaver, saving_options
 from cloudckpt.runs.schedule import Schedule
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention, check_seconds, check_step
@@ -415,7 +407,7 @@ class CheckpointManager(ClosedAtExit):
             self._line.go_on_from(step, notes)
 
         if step is not None:
-            goal = self._meeting.broadcast_from_first(lambda: goal_of(self._run, step))
+            goal = self._meeting.broadcast_from_first(lambda: notes_to_restore(self._run, step))
             load_step(step, goal)
             return step
         adopts = self._adopt_wait and not self._read_only
@@ -491,7 +483,9 @@ class CheckpointManager(ClosedAtExit):
     def _check_writable(self) -> None:
         """Raises a ConfigError if the manager is ``read_only``."""
         if self._read_only:
-            raise ConfigError("the manager is read_only: to save or delete, make one without it")
+            raise ConfigError(
+                "the manager was made with read_only=True: to save or delete, make one without"
+            )
 
     def _check_open(self) -> None:
         """Raises a ClosedError if the manager was closed, or made in another process."""

@@ -81,10 +81,10 @@ class Preemption:
         """Whether this rank has detected that the job is about to end; never False after True."""
         if not self._noticed:
             is_late = self._deadline is not None and time.time() >= self._deadline
-            self._noticed = is_late or self._is_told()
+            self._noticed = is_late or self._calls_is_due()
         return self._noticed
 
-    def _is_told(self) -> bool:
+    def _calls_is_due(self) -> bool:
         """Calls the ``is_due`` function; False if it is missing or raises."""
         if self._is_due is None:
             return False
@@ -150,8 +150,7 @@ class _Signal:
     def __init__(self, number: int) -> None:
         self._number = number
         self._watchers: list[Preemption] = []
-        self._before: list[Any] = []  # the handlers that ours replaced, each when it was set
-        self._depth = 0  # how many of them are running: each may itself call ours
+        self._before: Any = signal.SIG_IGN  # the handler that ours replaced when it was last set
         self._first: float | None = None  # when the signal came first, by the monotonic clock
         self._pid = os.getpid()
 
@@ -164,7 +163,7 @@ class _Signal:
         before = signal.getsignal(self._number)
         if before != self._on_signal:
             signal.signal(self._number, self._on_signal)
-            self._before.append(before if before is not None else signal.SIG_DFL)
+            self._before = before if before is not None else signal.SIG_DFL
         self._watchers.append(one)
 
     def ignore(self, one: Preemption) -> None:
@@ -175,7 +174,8 @@ class _Signal:
         is_set = signal.getsignal(self._number) == self._on_signal
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and is_set and not self._watchers:
-            signal.signal(self._number, self._before.pop())
+            signal.signal(self._number, self._before)
+            self._before = signal.SIG_IGN  # so that it may call this handler without a loop
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Tells the watchers that the job is about to end, and calls the previous handler.
@@ -188,15 +188,13 @@ class _Signal:
                 one.notice()
             self._first = time.monotonic() if self._first is None else self._first
             is_second = time.monotonic() - self._first > _TOGETHER
-        older = self._before[: len(self._before) - self._depth]
-        before = older[-1] if older else signal.SIG_IGN
-        if callable(before):
-            self._depth += 1
-            try:
+        before, self._before = self._before, signal.SIG_IGN  # which may itself call this handler
+        try:
+            if callable(before):
                 before(number, frame)
-            finally:
-                self._depth -= 1
-        elif before == signal.SIG_DFL and (
+        finally:
+            self._before = before
+        if before == signal.SIG_DFL and (
             # SIGTERM must still end a forked child, as multiprocessing expects
             not self._watchers or is_second or (is_elsewhere and number == signal.SIGTERM)
         ):

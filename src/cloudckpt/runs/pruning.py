@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Literal
@@ -33,11 +33,11 @@ from cloudckpt.runs.deleting import delete_at
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import URILike
 
-__all__ = ["Pruner", "best_step", "prune", "try_to_delete_step"]
+__all__ = ["Pruner", "best_step", "delete_steps", "prune"]
 
 logger = logging.getLogger("cloudckpt")
 
-_LOOKS = 3  # how often best_step() reads the notes again if steps were deleted meanwhile
+_ATTEMPTS = 3  # how often best_step() reads the notes again if steps were deleted meanwhile
 
 
 def prune(
@@ -107,8 +107,8 @@ def prune(
     _log_damaged(found, history)
     if best_metric is not None and history.line and not history.scores(best_metric):
         raise ConfigError(
-            f"no checkpoint of this run has the metric {best_metric!r}: see cloudckpt inspect for "
-            "their metrics",
+            f"no checkpoint of this training has the metric {best_metric!r}: cloudckpt inspect "
+            "shows which metrics they have",
             uri=str(found.root),
         )
     steps = _unneeded(found, history, kept)
@@ -118,111 +118,74 @@ def prune(
             inspect(found.uri(newest), config=found.config)
         except CheckpointCorruptError as error:
             error.message += (
-                "; it is the newest of the run, and would be kept: delete it before those that "
-                "are intact"
+                "; it is the newest checkpoint of the run, which is always kept: delete it, then "
+                "prune the others"
             )
             raise
     steps += history.abandoned if abandoned else ()
     uris = {step: str(found.uri(step)) for step in steps}
     uris = {step: uri for step, uri in uris.items() if only is None or uri in only}
-    return [*uris.values()] if dry_run else _delete_steps(found, history, uris, deleted)
-
-
-def _delete_steps(
-    run: Run, history: History, uris: Mapping[int, str], deleted: Callable[[str], object]
-) -> list[str]:
-    """Deletes steps for :func:`prune`; returns the URIs of the deleted ones."""
-    gone, failures = list[int](), list[CloudCheckpointError]()
-
-    def note(step: int) -> None:
-        gone.append(step)
-        deleted(uris[step])
-
-    for step, uri in uris.items():
-        try:
-            if not _delete_step(run, history, step, deleted=partial(note, step)):
-                logger.warning("%s was saved anew meanwhile, and was not deleted", uri)
-        except TransientStoreError as error:
-            failures.append(error)
-            break  # each of the others might wait just as long in vain
-        except CloudCheckpointError as error:
-            failures.append(error)
-    if failures:
-        texts = [
-            ", ".join(map(str, steps)) or "none"
-            for steps in (gone, [step for step in uris if step not in gone])
-        ]
-        failures[0].message += f" | steps that were deleted: {texts[0]}; not deleted: {texts[1]}"
-        raise failures[0]
+    if dry_run:
+        return [*uris.values()]
+    gone = delete_steps(found, history, uris, deleted=lambda step: deleted(uris[step]))
     return [uris[step] for step in gone]
 
 
-def _delete_step(
+def delete_steps(
     run: Run,
     history: History,
-    step: int,
+    steps: Iterable[int],
     check: Callable[[], None] = lambda: None,
-    *,
-    deleted: Callable[[], object],
-) -> bool:
-    """Deletes a step of a history, unless it was saved anew since its notes were read.
+    deleted: Callable[[int], object] = lambda step: None,
+) -> list[int]:
+    """Deletes steps of a history, unless they were saved anew since their notes were read.
+
+    A step that can't be deleted does not keep the others. But if the store can't be reached, or
+    another job has claimed the run, the rest is not tried.
 
     Args:
         run: The run.
         history: The notes of its steps.
-        step: The step.
-        check: Called right before the deletion; if it raises, nothing is deleted.
-        deleted: Called when the step is gone, even if some of its data can't be deleted then.
+        steps: The steps.
+        check: Called right before each deletion; if it raises, the step is not deleted.
+        deleted: Called with each step that is gone, even if some of its data can't be deleted then.
 
     Returns:
-        Whether the step is gone, by this call or another process; False if it was saved anew.
+        The steps that are gone, by this call or another process.
 
     Raises:
-        CloudCheckpointError: If the step can't be deleted, or an error of ``check``.
+        CloudCheckpointError: The first failure; the message lists the steps that were deleted, and
+            those that were not.
     """
+    notes, steps = history.line | history.abandoned, [*steps]
+    gone, failures = list[int](), list[CloudCheckpointError]()
 
-    def check_notes() -> None:
+    def check_notes(step: int) -> None:
         check()
-        if run.notes(step) != (history.line | history.abandoned)[step]:
+        if run.notes(step) != notes[step]:
             raise CheckpointReplacedError("the checkpoint was saved anew meanwhile")
 
-    try:
-        delete_at(run.uri(step), run.config, check_notes, deleted)
-    except CheckpointReplacedError:
-        return False
-    except CheckpointNotFoundError:
-        deleted()  # by another process
-    return True
+    def note(step: int) -> None:
+        gone.append(step)
+        deleted(step)
 
-
-def try_to_delete_step(run: Run, history: History, step: int, check: Callable[[], None]) -> None:
-    """Deletes a step of a history, unless it was saved anew; logs why it can't be deleted.
-
-    Args:
-        run: The run.
-        history: The notes of its steps.
-        step: The step.
-        check: Checks the claim of the run, right before the deletion.
-
-    Raises:
-        CheckpointConflictError: If another job has claimed the run: no step may be deleted.
-        TransientStoreError: If the store can't be reached: for other steps it can't be, either.
-    """
-    gone = list[int]()
-    try:
-        _delete_step(run, history, step, check, deleted=partial(gone.append, step))
-    except (CheckpointConflictError, TransientStoreError):
-        raise
-    except CloudCheckpointError as error:
-        logger.error(
-            "%s: step %d %s: %s",
-            run.root,
-            step,
-            "was deleted, but some of its data stays until cloudckpt sweep deletes it"
-            if gone
-            else "could not be deleted, and stays until the next save",
-            error,
-        )
+    for step in steps:
+        try:
+            delete_at(run.uri(step), run.config, partial(check_notes, step), partial(note, step))
+        except CheckpointReplacedError:
+            logger.warning("%s was saved anew meanwhile, and was not deleted", run.uri(step))
+        except CheckpointNotFoundError:  # another process has deleted it
+            note(step)
+        except CloudCheckpointError as error:
+            failures.append(error)
+            if isinstance(error, (CheckpointConflictError, TransientStoreError)):
+                break
+    if failures:
+        left = [step for step in steps if step not in gone]
+        texts = [", ".join(map(str, some)) or "none" for some in (gone, left)]
+        failures[0].message += f" | steps that were deleted: {texts[0]}; not deleted: {texts[1]}"
+        raise failures[0]
+    return gone
 
 
 def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
@@ -231,7 +194,7 @@ def best_step(run: Run, retention: Retention) -> tuple[int, float] | None:
     Raises:
         StoreError: If the store refuses or stays unreachable.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_ATTEMPTS):
         steps = run.steps()
         history = run.history(steps)
         if run.steps() == steps:
@@ -291,7 +254,7 @@ class Pruner:
         self._line = line
         self.in_use = StepsInUse()
         self._logged: set[int] = set()  # unreadable and abandoned steps that were logged
-        self._has_told_loss = False  # whether it was logged that another job claimed the run
+        self._has_logged_loss = False  # whether it was logged that another job claimed the run
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
 
     def after(self, saved: SaveFuture | None = None, *, keep_abandoned: bool = True) -> None:
@@ -341,16 +304,17 @@ class Pruner:
                 return  # another process has deleted all steps of this job
             self._log_new(history, keep_abandoned)
             unneeded = _unneeded(self._run, history, self._retention)
-            for step in [*unneeded, *(() if keep_abandoned else history.abandoned)]:
-                self._prune(history, step)
+            unneeded += () if keep_abandoned else history.abandoned
+            with self.in_use.deleted(unneeded) as free:
+                delete_steps(self._run, history, free, self._line.check_claim)
         except CheckpointConflictError as error:
-            if not self._has_told_loss:  # logged once: several saves may have ended before
+            if not self._has_logged_loss:  # logged once: several saves may have ended before
                 logger.error("%s: old checkpoints are no longer deleted: %s", self._run.root, error)
-            self._has_told_loss = True
+            self._has_logged_loss = True
         except CloudCheckpointError as error:
-            logger.error("%s: old checkpoints could not be deleted: %s", self._run.root, error)
+            logger.error("%s: not all old checkpoints could be deleted: %s", self._run.root, error)
         except Exception:
-            logger.exception("%s: old checkpoints could not be deleted", self._run.root)
+            logger.exception("%s: not all old checkpoints could be deleted", self._run.root)
 
     def _log_new(self, history: History, keep_abandoned: bool) -> None:
         """Logs, once for each step, that unreadable and abandoned steps are kept."""
@@ -369,12 +333,6 @@ class Pruner:
                 sum(one.nbytes for one in found if one is not None),
             )
         self._logged = {*history.unread, *history.abandoned}
-
-    def _prune(self, history: History, step: int) -> None:
-        """Deletes a step, unless it is in use or was saved anew since its notes were read."""
-        with self.in_use.deleted(step) as is_free:
-            if is_free:
-                try_to_delete_step(self._run, history, step, self._line.check_claim)
 
 
 class StepsInUse:
@@ -403,16 +361,14 @@ class StepsInUse:
                 self._used[step] -= 1
 
     @contextlib.contextmanager
-    def deleted(self, step: int) -> Iterator[bool]:
-        """Yields whether a step is unused; if it is, uses of it wait until the block ends."""
+    def deleted(self, steps: Iterable[int]) -> Iterator[list[int]]:
+        """Yields those of some steps that are unused; uses of them wait until the block ends."""
         with self._changed:
-            is_free = not self._used[step]
-            if is_free:
-                self._deleted.add(step)
+            free = [step for step in steps if not self._used[step]]
+            self._deleted.update(free)
         try:
-            yield is_free
+            yield free
         finally:
-            if is_free:
-                with self._changed:
-                    self._deleted.remove(step)
-                    self._changed.notify_all()
+            with self._changed:
+                self._deleted.difference_update(free)
+                self._changed.notify_all()

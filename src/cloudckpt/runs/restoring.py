@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from cloudckpt.checkpoint.notes import Notes, read_notes
-from cloudckpt.checkpoint.objects import find_commit
 from cloudckpt.checkpoint.references import distrust
 from cloudckpt.checkpointer import Checkpointer
 from cloudckpt.config import Config
@@ -27,7 +26,7 @@ from cloudckpt.runs.adopting import adopt_pending
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.verifying import verify as verify_checkpoint
 
-__all__ = ["checkpoint_in", "goal_of", "load_from", "restore_newest"]
+__all__ = ["checkpoint_in", "notes_to_restore", "load_from", "restore_newest"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -85,7 +84,9 @@ def restore_newest(
             damages.append(error)
             if isinstance(error, CheckpointCorruptError):
                 distrust(error)
-            logger.error("step %d can't be restored, so the previous one is tried: %s", step, error)
+            logger.error(
+                "step %d can't be restored, so the step before it is tried: %s", step, error
+            )
     others = [
         f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
         for step, one in passed.items()
@@ -114,7 +115,7 @@ def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
         logger.warning("the unfinished step %d could not be committed: %s", step, error)
 
 
-def goal_of(run: Run, step: int) -> Notes:
+def notes_to_restore(run: Run, step: int) -> Notes:
     """Reads the notes of a step to restore, and warns if it is not the newest.
 
     Raises:
@@ -165,7 +166,7 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
             message lists those that are committed.
         ConfigError: If it is a single checkpoint, and a step was given.
     """
-    if find_commit(source.view.look, source.root) is not None:
+    if source.is_checkpoint():
         if step is not None:
             raise ConfigError(
                 f"source= is a single checkpoint, so it has no step={step}: leave step= out, or "

@@ -42,7 +42,7 @@ logger = logging.getLogger("cloudckpt")
 
 OnFailure = Literal["raise", "log", "log_all"]
 
-_MAY_PASS = (
+_TRANSIENT = (
     TransientStoreError,
     CommitUnknownError,
     RanksFailedError,
@@ -192,16 +192,16 @@ class Saves:
         """Counts a failure; returns whether training goes on, and in that case logs the failure."""
         save.outcome, self.last_failure = "failed", error
         with self._lock:
-            in_row = self._row()
-        goes_on = in_row < self._max_failures and (
+            failures = self._row()
+        goes_on = failures < self._max_failures and (
             self._on_failure == "log_all"
-            or (self._on_failure == "log" and isinstance(error, _MAY_PASS))
+            or (self._on_failure == "log" and isinstance(error, _TRANSIENT))
         )
         if goes_on:
-            self._report(save, error, in_row)
+            self._report(save, error, failures)
         return goes_on
 
-    def _report(self, save: Save, error: CloudCheckpointError, in_row: int) -> None:
+    def _report(self, save: Save, error: CloudCheckpointError, failures: int) -> None:
         """Logs a tolerated failure, and emits an event ``failure``."""
         status = self.status()
         assert save.step is not None
@@ -210,7 +210,7 @@ class Saves:
             "step %d was not saved (failure %d in a row; training ends after %d); newest "
             "committed checkpoint: %s; training continues: %s",
             save.step,
-            in_row,
+            failures,
             self._max_failures,
             "none" if status.newest_step is None else f"step {status.newest_step}{age}",
             error,

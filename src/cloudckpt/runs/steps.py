@@ -9,7 +9,6 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from string import Formatter
 from typing import Any, Literal
 
 from cloudckpt.config import whole_number
@@ -89,29 +88,21 @@ class StepNames:
         self.pattern = pattern
         example = "write a name with {step} in it once, such as 'step-{step}' or '{step:08d}'"
         try:
-            fields = [field for _, field, _, _ in Formatter().parse(pattern) if field is not None]
-            made = pattern.format(step=1)
+            made = self._with(HIGHEST_STEP)
         except (ValueError, KeyError, IndexError, AttributeError, TypeError) as exc:
             raise ConfigError(f"step_name={pattern!r} is not a valid pattern: {example}") from exc
-        if fields != ["step"] or "/" in made or "\\" in made:
+        around = map(re.escape, made.partition(str(HIGHEST_STEP))[::2])
+        self._pattern = re.compile("([0-9]+)".join(around))
+        is_exact = all(self.step(self._with(step)) == step for step in (0, 7, HIGHEST_STEP))
+        if not is_exact or "/" in made or "\\" in made:
             raise ConfigError(
-                f"step_name={pattern!r} does not give the name of a folder: {example}"
+                f"step_name={pattern!r} does not give a folder name that has the step in plain "
+                f"digits: {example}"
             )
-        before, after = (re.escape(text) for text in self._around())
-        self._pattern = re.compile(f"{before}([0-9]+){after}")
-        if any(self.step(self._with(step)) != step for step in (0, 7, HIGHEST_STEP)):
-            raise ConfigError(f"step_name={pattern!r} does not give plain digits: {example}")
 
     def _with(self, step: int) -> str:
         """Formats a step, without checking it."""
         return self.pattern.format(step=step)
-
-    def _around(self) -> tuple[str, str]:
-        """Returns the pattern's text before and after the number."""
-        pieces = list(Formatter().parse(self.pattern))
-        index = next(i for i, (_, field, _, _) in enumerate(pieces) if field is not None)
-        before = "".join(text for text, _, _, _ in pieces[: index + 1])
-        return before, "".join(text for text, _, _, _ in pieces[index + 1 :])
 
     def name(self, step: int) -> str:
         """Returns the name of a step's folder.

@@ -44,7 +44,7 @@ from cloudckpt.errors import (
     StoreError,
 )
 from cloudckpt.runs.catalog import Run
-from cloudckpt.stores.base import ObjectInfo, Upload, random_suffix
+from cloudckpt.stores.base import ObjectInfo, random_suffix
 from cloudckpt.transfer.deleting import abort_each, delete_each, delete_quietly
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI, URILike
@@ -88,7 +88,7 @@ def find_leftovers(
         InvalidURIError: If ``run`` is not a valid location.
         StoreError: If the store refuses or stays unreachable.
     """
-    return _Sweep(run, older_than=older_than, config=config).found()
+    return _Sweep(run, older_than, config).leftovers()
 
 
 def sweep(
@@ -117,25 +117,55 @@ def sweep(
         InvalidURIError: If ``run`` is not a valid location.
         StoreError: If a leftover can't be deleted; the other ones are deleted all the same.
     """
-    return _Sweep(run, older_than=older_than, config=config).carried_out(only)
+    found = _Sweep(run, older_than, config)
+    found.delete(only)
+    return found.leftovers()
 
 
 class _Sweep:
     """Lists the leftovers of a run when it is made, and deletes them."""
 
-    def __init__(
-        self, run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
-    ) -> None:
-        """Lists the leftovers; arguments and errors are those of :func:`find_leftovers`."""
+    def __init__(self, run: URILike, older_than: float, config: Config | None) -> None:
+        """Lists all objects and uploads beneath the folder, and keeps those that are leftovers."""
         self._run = Run(run, config=config)
-        self._older_than = older_than
         self._objects: list[ObjectInfo] = []
-        self._uploads: list[Upload] = []
         self._unread: list[str] = []
-        self._look()
+        self._manifests: dict[str, bytes | None] = {}
+        store, retrier = self._run.store, self._run.retrier
+        below = self._run.root.key("")
+        limit = clock_of(self._run) - older_than
+        uploads = store.list_uploads(below, retrier.call)
+        self._uploads = [
+            upload
+            for upload in uploads
+            if upload.began is not None
+            and upload.began <= limit
+            and (upload.is_ours or _is_ours(upload.key))
+        ]
+        listed = [info for info in store.list(below, retrier.call) if _is_ours(info.key)]
+        folders: dict[str, list[ObjectInfo]] = {}
+        for info in listed:
+            if _is_old(info, limit):
+                folders.setdefault(info.key.rpartition("/")[0], []).append(info)
+        around: dict[str, _Named] = {}
+        for folder, old in folders.items():
+            files = [info for info in old if _is_of_files(info.key)]
+            if files:
+                self._objects += self._uncommitted(files)
+            others = [info for info in old if not _is_of_files(info.key)]
+            own = self._named(folder) if others else _Named()
+            left = [info for info in others if info.key not in own.keys]
+            if left and not own.unread:
+                parent = folder.rpartition("/")[0]
+                if parent not in around and self._marks_in(folder):
+                    around[parent] = self._named_beside(folder)
+                named = around.get(parent)  # None: no mark in the folder, so nothing refers to it
+                self._objects += (
+                    left if named is None else self._unneeded(folder, left, named, limit)
+                )
 
-    def found(self) -> Leftovers:
-        """Returns the listed leftovers; after :meth:`carried_out`, the deleted ones."""
+    def leftovers(self) -> Leftovers:
+        """Returns the listed leftovers; after :meth:`delete`, the deleted ones."""
         uri = self._run.store.uri
         return Leftovers(
             objects=tuple(uri(info.key) for info in self._objects),
@@ -144,7 +174,7 @@ class _Sweep:
             unread=tuple(self._unread),
         )
 
-    def carried_out(self, only: Leftovers | None) -> Leftovers:
+    def delete(self, only: Leftovers | None) -> None:
         """Deletes the listed leftovers, or those of them that ``only`` names.
 
         Raises:
@@ -166,44 +196,6 @@ class _Sweep:
                 "uploads)"
             )
             raise reason
-        return self.found()
-
-    def _look(self) -> None:
-        """Lists all objects and uploads beneath the folder, and keeps those that are leftovers."""
-        store, retrier = self._run.store, self._run.retrier
-        below = self._run.root.key("")
-        limit = clock_of(self._run) - self._older_than
-        uploads = store.list_uploads(below, retrier.call)
-        self._uploads = [
-            upload
-            for upload in uploads
-            if upload.began is not None
-            and upload.began <= limit
-            and (upload.is_ours or _is_ours(upload.key))
-        ]
-        listed = [info for info in store.list(below, retrier.call) if _is_ours(info.key)]
-        self._manifests: dict[str, bytes | None] = {}
-        folders: dict[str, list[ObjectInfo]] = {}
-        for info in listed:
-            if _is_old(info, limit):
-                folders.setdefault(info.key.rpartition("/")[0], []).append(info)
-        self._objects, self._unread = [], []
-        around: dict[str, _Named] = {}
-        for folder, old in folders.items():
-            files = [info for info in old if _is_of_files(info.key)]
-            if files:
-                self._objects += self._uncommitted(files)
-            others = [info for info in old if not _is_of_files(info.key)]
-            own = self._named(folder) if others else _Named()
-            left = [info for info in others if info.key not in own.keys]
-            if left and not own.unread:
-                parent = folder.rpartition("/")[0]
-                if parent not in around and self._marks_in(folder):
-                    around[parent] = self._named_beside(folder)
-                named = around.get(parent)  # None: no mark in the folder, so nothing refers to it
-                self._objects += (
-                    left if named is None else self._unneeded(folder, left, named, limit)
-                )
 
     def _unneeded(
         self, folder: str, left: list[ObjectInfo], named: _Named, limit: float
@@ -231,7 +223,10 @@ class _Sweep:
         found = _Named()
         for name in list(self._run.store.list_level(below, self._run.retrier.call)):
             if isinstance(name, str):
-                found.add(self._named(f"{parent}/{name}" if parent else name))
+                one = self._named(f"{parent}/{name}" if parent else name)
+                found.keys |= one.keys
+                found.marks |= one.marks
+                found.unread |= one.unread
         return found
 
     def _named(self, folder: str) -> _Named:
@@ -296,12 +291,6 @@ class _Named:
     marks: set[str] = field(default_factory=set)
     unread: bool = False
 
-    def add(self, other: _Named) -> None:
-        """Adds the keys of other checkpoints."""
-        self.keys |= other.keys
-        self.marks |= other.marks
-        self.unread = self.unread or other.unread
-
 
 def clock_of(run: Run) -> float:
     """Returns the time of the store's clock in seconds since 1970, from an object that it writes.
@@ -318,8 +307,8 @@ def clock_of(run: Run) -> float:
         delete_quietly(store, [key], run.config.retry, threads=1)
     if not listed or listed[0].modified is None:
         raise StoreError(
-            "the store does not report when objects were written, so leftovers can't be told "
-            "from a save in progress, and nothing was deleted",
+            "the store does not report when objects were written, so data of a killed save can't "
+            "be distinguished from that of a save in progress; nothing was deleted or committed",
             uri=str(run.root),
         )
     return listed[0].modified

@@ -24,7 +24,7 @@ from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store, retry
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["Progress", "Verified", "check", "one_error", "verify"]
+__all__ = ["Progress", "Verified", "check", "merged_error", "verify"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ def check(uri: CheckpointURI, config: Config, *, only: str) -> None:
     share = [one for one in content.objects if store.uri(one.whole.key) == only]
     found = _damages(uri, config, share, lambda done, total: None)
     if damaged := [*content.damaged, *found]:
-        raise one_error(damaged)
+        raise merged_error(damaged)
 
 
 def _verify(
@@ -183,7 +183,7 @@ def _verify(
                 open_store(uri, config), content.commit, str(uri), config.retry, damaged[0]
             )
         )
-        raise one_error(damaged) from damaged[0].__cause__
+        raise merged_error(damaged) from damaged[0].__cause__
     return content.if_intact
 
 
@@ -286,7 +286,7 @@ class Progress:
         self._tell(done, total)
 
 
-def one_error(found: Sequence[CheckpointCorruptError]) -> CheckpointCorruptError:
+def merged_error(found: Sequence[CheckpointCorruptError]) -> CheckpointCorruptError:
     """Makes one error that lists all damage; its message describes the first."""
     first = found[0]
     damages = tuple(dict.fromkeys(damage for error in found for damage in error.damages))
