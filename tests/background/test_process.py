@@ -6,8 +6,7 @@ import os
 import resource
 import signal
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from unittest import mock
 
@@ -18,24 +17,23 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import cloudckpt
-from cloudckpt import BackgroundOptions, CloudStorageWriter
+from cloudckpt import BackgroundOptions
 from cloudckpt.background import arena as arenas
 from cloudckpt.background import process
 from cloudckpt.background.process import _Worker
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.background.sender import CurrentSave, Sending
-from cloudckpt.checkpointer import CommitHook
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
-    CheckpointConflictError,
     SaveProcessError,
     StagingMemoryError,
 )
 from dcp.values import numbered
-from faults.states import BIG, SMALL, filled
+from evolving.values import FORMS
+from faults.states import BIG
 from support.wire.faults import s3_error
 
-from .saves import PATIENCE, PROCESS, WireGate, begin, given, kill, pid_of, step_at, stopped
+from .saves import PATIENCE, PROCESS, WireGate, begin, kill, pid_of, step_at, stopped
 from .waiting import eventually, is_running, open_files
 
 
@@ -65,55 +63,35 @@ def gate(proxy) -> Iterator[WireGate]:
 def test_one_process_carries_out_all_saves_and_never_imports_torch(one, where, request):
     place = request.getfixturevalue(where)
     pids = set()
-    for step in range(5):
+    for step in range(3):
         assert isinstance(begin(one, step, place).result(PATIENCE), Metadata)
         pids.add(pid_of(one))
         assert step_at(place) == step
-    assert len(pids) == 1
-    assert pids != {os.getpid()}
-    with open(f"/proc/{pids.pop()}/maps") as file:
+    (pid,) = pids
+    with open(f"/proc/{pid}/maps") as file:
         mapped = file.read()
-    assert "awscrt" in mapped
-    assert "libtorch" not in mapped
+    assert ("awscrt" in mapped, "libtorch" in mapped) == (True, False)
 
 
-VALUES = {
-    "base": numbered(60, 50),
-    "rows": numbered(60, 50)[7:9],
-    "transposed": numbered(60, 50).t(),
-    "large and strided": numbered(2000, 700)[:, 1:],
-    "large": numbered(700_000),
-    "bfloat16": numbered(33, dtype=torch.bfloat16)[1:],
-    "bool": numbered(9) > 3,
-    "float8": numbered(17).to(torch.float8_e4m3fn),
-    "conjugated": numbered(5, dtype=torch.complex64).conj(),
-    "no dimension": torch.tensor(3),
-    "empty": torch.empty(0, 4),
-    "parameter": torch.nn.Parameter(numbered(4)),
-    "long text": "x" * 300_000,
-    "nested": {"list": [numbered(3), "text", (1, None)]},
-}
-
-
-def small(step: int) -> dict:
-    """Small tensors, more than a slab holds, and values between them."""
+def forms(step: int, large: Sequence[str]) -> dict:
+    """Values in any form: small, more of them than a slab holds, large, and none of tensors."""
     state: dict[str, object] = {
         f"t{number}": numbered(number % 700, first=number + step, dtype=torch.float64)
         for number in range(3000)
     }
-    return state | {"text": "x" * step, "t1000": "a value", "t2000": numbered(60, 50).t()}
+    for form in large:
+        state |= {f"{n} {form}": FORMS[form](numbered(n, 700)[:, 1:]) for n in (3, 700)}
+    return state | {"text": "x" * 300_000 * step, "nested": [numbered(3), (1, None)]}
 
 
-OF_STAGERS = [(None, [VALUES, VALUES, small(1), small(2)]), (BlockingAsyncStager(), [small(1)])]
+OF_STAGERS = [(None, ["", "turned", "spaced", "inside", "parameter"]), (BlockingAsyncStager(), [])]
 
 
-@pytest.mark.parametrize(("stager", "states"), OF_STAGERS, ids=["ours", "of torch"])
-def test_the_objects_are_those_that_the_trainer_itself_would_write_to_the_byte(
-    local, stager, states
-):
+@pytest.mark.parametrize(("stager", "kept"), OF_STAGERS, ids=["ours", "of torch"])
+def test_the_objects_are_those_that_the_trainer_itself_would_write_to_the_byte(local, stager, kept):
     here, beside = (local.at(name).having(memory_budget=32 * MIB) for name in ("here", "beside"))
     with saver(stager=stager) as one:
-        for state in states:  # planned, and by the plan of before
+        for state in (forms(step, kept) for step in (1, 1, 2)):  # also by the plan of before
             cloudckpt.save(state, checkpoint_id=here.uri, config=here.config, no_dist=True)
             one.save(state, beside.writer()).written.result(PATIENCE)
             first, second = ([p.read(name) for name in p.data()] for p in (here, beside))
@@ -175,25 +153,6 @@ def test_a_new_process_has_the_surroundings_of_its_trainer_and_shows_no_secret(
         assert os.readlink(f"/proc/{pid}/cwd") == str(tmp_path)
         assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
         assert os.getsid(pid) == pid
-
-
-class Noting(CommitHook):
-    """Notes what is committed in a list of the trainer's; can't be pickled."""
-
-    def __init__(self) -> None:
-        self.committed: list[str] = []
-        self.lock = threading.Lock()
-
-    def after_commit(self, uri, metadata):
-        self.committed.append(uri)
-
-
-def test_hooks_and_planners_stay_in_the_trainer(one, local):
-    planner = type("OnlyInTheTrainer", (DefaultSavePlanner,), {"__module__": "of_nowhere"})()
-    hook = Noting()
-    writer = CloudStorageWriter(local.uri, config=local.config, commit_hook=hook)
-    one.save(filled(1, SMALL), writer, planner=planner).written.result(PATIENCE)
-    assert hook.committed == [local.uri]
 
 
 # ---- failures
@@ -263,20 +222,6 @@ def test_a_process_that_can_not_take_over_the_copy_says_so(one, local, limit, mo
 # ---- deaths
 
 
-def test_a_process_that_dies_in_a_save_fails_it_and_is_replaced(one, local):
-    with stopped(one) as pid:
-        future = begin(one, 1, local)
-        assert given(one)
-        kill(pid)
-    error = future.exception(PATIENCE)
-    assert isinstance(error, SaveProcessError)
-    assert "was ended by signal 9" in str(error)
-    assert ".metadata" not in local.names()
-    begin(one, 2, local).result(PATIENCE)
-    assert step_at(local) == 2
-    assert pid_of(one) != pid
-
-
 def test_what_a_dead_process_has_left_in_the_store_is_deleted(one, shaky, proxy):
     shaky = shaky.having(part_size=5 * MIB)
     held = WireGate(proxy, "UploadPart")
@@ -299,18 +244,6 @@ def test_an_outcome_that_nobody_waited_for_is_not_taken_for_that_of_the_next_sav
     assert not is_running(pid)  # it could send what the next save writes to its memory
     begin(one, 2, local.at("2")).result(PATIENCE)
     assert step_at(local.at("2")) == 2
-
-
-def test_a_process_that_wakes_up_late_cannot_overwrite(one, s3):
-    begin(one, 0, s3).result(PATIENCE)
-    with stopped(one):
-        future = begin(one, 1, s3)
-        assert given(one)
-        cloudckpt.save(filled(2, SMALL), checkpoint_id=s3.uri, config=s3.config)
-    assert isinstance(future.exception(PATIENCE), CheckpointConflictError)
-    assert step_at(s3) == 2
-    begin(one, 3, s3).result(PATIENCE)
-    assert step_at(s3) == 3
 
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]

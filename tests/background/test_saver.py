@@ -46,18 +46,6 @@ def saver(**options) -> AsyncSaver:
 # ---- whose turn it is
 
 
-def test_a_save_waits_for_the_one_before(local, gate):
-    with saver() as one, ThreadPoolExecutor(1) as pool:
-        first = begin(one, 1, local.at("1"), gate)
-        gate.wait()
-        second = pool.submit(begin, one, 2, local.at("2"))
-        assert not second.done()
-        gate.open()
-        second.result(PATIENCE).result(PATIENCE)
-        assert first.done()
-    assert [step_at(local.at("1")), step_at(local.at("2"))] == [1, 2]
-
-
 def test_a_save_that_waits_too_long_says_so_and_the_next_works(local, gate):
     with saver(patience=0.05) as one:
         first = begin(one, 1, local.at("1"), gate)

@@ -1,9 +1,7 @@
 """Each of many objects is tried to be deleted, whatever becomes of the others."""
 
-import errno
 import logging
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,6 @@ from cloudckpt.errors import (
     ServerError,
     ThrottledError,
 )
-from cloudckpt.stores.local import LocalStore
 from cloudckpt.transfer.deleting import delete_each, delete_quietly
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
@@ -94,21 +91,3 @@ def test_what_is_left_of_a_clean_up_is_logged(store, caplog, error):
         delete_quietly(store, KEYS, AT_ONCE, threads=1)
     assert "unneeded objects could not be deleted: " in caplog.text
     assert KEYS[3] in held(store)
-
-
-def test_a_file_that_can_not_be_deleted_does_not_keep_the_others(tmp_path, monkeypatch):
-    store = LocalStore()
-    keys = [str(tmp_path / name) for name in "abc"]
-    for key in keys:
-        store.put(key, [], checksum=0)
-    unlink = Path.unlink
-
-    def refusing(path, missing_ok=False):
-        if path.name == "b":
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-        unlink(path, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", refusing)
-    left = delete_each(store, keys, AT_ONCE, threads=4)
-    assert {key: type(error) for key, error in left.items()} == {keys[1]: AccessDeniedError}
-    assert [path.name for path in tmp_path.iterdir()] == ["b"]

@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import MIB, Config, RetryPolicy
 from cloudckpt.errors import (
-    AccessDeniedError,
     CheckpointCorruptError,
     ConnectionLostError,
     ThrottledError,
-    TransferCancelledError,
 )
 from cloudckpt.transfer import download as downloads
 from cloudckpt.transfer.download import download
@@ -304,31 +302,6 @@ def test_an_object_that_is_replaced_under_two_requests_at_once_is_noticed():
 
 
 # failures
-
-
-def test_an_error_of_one_request_stops_the_others():
-    stopped, on_its_way = [], threading.Event()
-
-    class Endless(MemoryStore):
-        """The object 'a' never ends by itself; 'b' fails while it is on its way."""
-
-        def get_range(self, key, start, into, *, progress, **others):
-            if key == "b":
-                assert on_its_way.wait(30)
-                raise AccessDeniedError("object b")
-            try:
-                while True:
-                    progress(1)
-                    on_its_way.set()
-            except TransferCancelledError:
-                stopped.append(key)
-                raise
-
-    store = Endless(uuid.uuid4().hex)
-    wanted = [bytes_wanted(source_of(b"data", key=key)) for key in ("a", "b")]
-    with pytest.raises(AccessDeniedError, match="object b"):
-        download(store, wanted, options(), TransferStats())
-    assert stopped == ["a"]
 
 
 def resident() -> int:

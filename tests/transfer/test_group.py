@@ -212,24 +212,6 @@ def test_a_producer_that_waits_is_told_of_the_error():
     assert len(told) == 1
 
 
-def test_an_interrupt_is_raised_even_if_a_task_failed_before():
-    """Who survives any Exception of a save must not survive Ctrl-C."""
-    failing = Gate()
-
-    def fail_then():
-        failing.open()
-        fail()
-
-    def produce():
-        group.submit(fail_then)
-        failing.wait()
-        raise KeyboardInterrupt
-
-    group = TaskGroup(1)
-    with pytest.raises(KeyboardInterrupt):
-        group.run(produce)
-
-
 def test_a_thread_that_waits_for_work_keeps_no_buffer_alive():
     class Buffer:
         pass

@@ -6,16 +6,14 @@ import uuid
 import pytest
 
 from cloudckpt.checksum import CRC32C
-from cloudckpt.config import MIB
 from cloudckpt.errors import (
     AccessDeniedError,
     ConnectionLostError,
     PreconditionFailedError,
     ThrottledError,
 )
-from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.local import LocalStore
-from cloudckpt.transfer.copying import ObjectCopy, copies_within, copy_part_size
+from cloudckpt.transfer.copying import ObjectCopy, copies_within
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
 from transfer.props import PART, held, put, some_bytes, transfer
@@ -98,17 +96,3 @@ def test_only_stores_of_a_kind_copy_within_and_only_what_their_limits_allow(sour
     target.capabilities = limits
     assert copies_within(source, target, 10)
     assert not copies_within(source, target, 11)
-
-
-@pytest.mark.parametrize("size", [1, 300 * MIB, 5 << 30, 5 << 40])
-def test_parts_of_a_copy_fit_the_limits(size):
-    limits = Capabilities(
-        conditional_writes=True,
-        min_part_size=5 * MIB,
-        max_part_size=5 << 30,
-        max_parts=10_000,
-        max_put_size=5 << 30,
-    )
-    part = copy_part_size(size, limits)
-    assert limits.min_part_size <= part <= limits.max_part_size
-    assert -(-size // part) <= limits.max_parts

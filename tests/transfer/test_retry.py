@@ -13,7 +13,6 @@ from cloudckpt.errors import (
     CheckpointReplacedError,
     ConnectionLostError,
     DifferentCheckpointsError,
-    InvalidRequestError,
     ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
@@ -73,13 +72,6 @@ def run(errors, *, seconds=1.0, cancel_at=None, **options):
         return retrier_of(waiting, **options).call(script), waiting, script
     except Exception as error:  # noqa: BLE001 - it is what the test looks at
         return error, waiting, script
-
-
-@pytest.mark.parametrize("kind", PASSING)
-def test_what_may_go_away_is_tried_again(kind):
-    result, waiting, script = run([kind("busy")] * 3)
-    assert result == "done"
-    assert (script.calls, len(waiting.pauses)) == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -187,17 +179,6 @@ def test_a_cancelled_group_begins_nothing():
     assert calls == []
 
 
-def test_a_real_wait_ends_with_the_cancellation():
-    cancellation = Cancellation()
-
-    def fail():
-        cancellation.cancel()
-        raise ThrottledError("slow down", retry_after=3600.0)
-
-    with pytest.raises(TransferCancelledError):
-        Retrier(RetryPolicy(deadline=7200.0), cancellation).call(fail)
-
-
 def test_cleaning_up_does_not_delay_the_error_for_long():
     policy = RetryPolicy(attempts=100, deadline=3600.0, base=0.0, cap=0.0)
     calls = []
@@ -285,41 +266,6 @@ def test_a_failure_beside_a_replacement_is_one_of_it(version, told):
 def test_a_failure_without_a_replacement_is_none_of_it():
     read = ObjectInfo("run/.metadata", 1, "1")
     check_unchanged(Holding("1"), read, "uri", RetryPolicy(), ObjectNotFoundError("gone"))
-
-
-class Look:
-    """What was made, or not, by a request whose answer was lost."""
-
-    def __init__(self, found):
-        self.found, self.failures = found, []
-
-    def __call__(self, error):
-        self.failures.append(error)
-        return self.found
-
-
-def lost():
-    return ConnectionLostError("no answer")
-
-
-def call(errors, look):
-    waiting = Waiting()
-    return retrier_of(waiting, attempts=3).call(Script(errors, waiting), made=look)
-
-
-@pytest.mark.parametrize(
-    "refusal",
-    [AccessDeniedError, PreconditionFailedError, ObjectNotFoundError, InvalidRequestError],
-)
-def test_a_refusal_after_a_lost_answer_is_success_if_the_result_is_there(refusal):
-    look, refused = Look("made"), refusal("no", certain=True)
-    assert call([lost(), refused], look) == "made"
-    assert look.failures == [refused]
-    again = refusal("no", certain=True)
-    with pytest.raises(refusal) as caught:
-        call([lost(), again], Look(None))
-    assert caught.value is again
-    assert not again.certain  # the try before may have been carried out
 
 
 def waited_for(results, **policy):

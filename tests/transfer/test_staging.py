@@ -1,19 +1,24 @@
 """Copies of what can't be sent as it lies: exact, bounded in memory, never reused too soon."""
 
+import contextlib
 import itertools
 import queue
 import random
 import threading
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from cloudckpt.errors import TransferCancelledError
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.pool import MemoryPool
 from cloudckpt.transfer.staging import StagingPool
+from evolving.values import FORMS, Here, Tensor
 
 KIB = 1024
 BUDGET = 16 * KIB  # slabs of 1 KiB
@@ -37,38 +42,25 @@ def drain(pool, tensor):
 
 
 def expected(tensor):
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 # pieces
 
-ODD_TENSORS = {
-    "transposed": lambda: torch.randn(37, 53).t(),
-    "every other column": lambda: torch.arange(4000.0).view(40, 100)[:, ::2],
-    "permuted": lambda: torch.randn(5, 7, 11, 3).permute(3, 1, 0, 2),
-    "expanded": lambda: torch.randn(7, 1).expand(7, 300),
-    "conjugated": lambda: torch.randn(300, dtype=torch.complex64).conj(),
-    "conjugated and transposed": lambda: torch.randn(30, 20, dtype=torch.complex128).t().conj(),
-    "negated": lambda: torch.randn(300, dtype=torch.complex64).conj().imag,
-    "bfloat16": lambda: torch.randn(60, 50).to(torch.bfloat16).t(),
-    "float8": lambda: torch.randn(60, 50).to(torch.float8_e4m3fn).t(),
-    "bool": lambda: (torch.randn(60, 50) > 0).t(),
-    "uint8": lambda: torch.randint(0, 256, (60, 50), dtype=torch.uint8).t(),
-    "one element": lambda: torch.randn(5)[2],
-    "no element": lambda: torch.randn(5, 0).t(),
-    "exactly a slab": lambda: torch.randn(512).view(256, 2)[:, 0:1].expand(256, 1),
-    "rows of more than a slab": lambda: torch.randn(700, 3).t(),
-    "plain all the same": lambda: torch.randn(33, 77),
-    "channels last": lambda: torch.randn(2, 3, 9, 8).to(memory_format=torch.channels_last),
-}
 
-
-@pytest.mark.parametrize("name", ODD_TENSORS)
-def test_pieces_are_the_row_major_bytes(pool, name):
-    torch.manual_seed(0)
-    tensor = ODD_TENSORS[name]()
-    assert drain(pool, tensor) == expected(tensor)
+@given(
+    shape=st.lists(st.integers(0, 30), max_size=4),
+    dtype=st.sampled_from(["uint8", "bool", "bfloat16", "float8_e4m3fn", "float32", "complex128"]),
+    form=st.sampled_from(sorted(FORMS)),
+)
+@example(shape=[512], dtype="float16", form="spaced")  # exactly a slab
+@example(shape=[3, 700], dtype="float32", form="turned")  # rows of more than a slab
+def test_pieces_are_the_row_major_bytes(shape, dtype, form):
+    """CUDA is not started for them, as pinned memory would: here it would raise an error."""
+    tensor = Tensor(tuple(shape), dtype, form).made("t", Here(0, None, 1))
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        assert drain(StagingPool(BUDGET, Cancellation()), tensor) == expected(tensor)
 
 
 def test_a_piece_keeps_its_bytes_until_it_is_given_back(pool):
@@ -80,15 +72,6 @@ def test_a_piece_keeps_its_bytes_until_it_is_given_back(pool):
     assert b"".join(piece.view for piece in held) == expected(tensor)
     for piece in held:
         piece.lease.release()
-
-
-def test_memory_is_reused_and_stays_within_the_budget(pool):
-    tensor = torch.randn(700, 300).t()
-    places = set()
-    for piece in pool.pieces(tensor):
-        places.add(np.frombuffer(piece.view, np.uint8).ctypes.data // KIB)
-        piece.lease.release()
-    assert len(places) <= 2 * 16  # a slab of 1 KiB may touch two of these
 
 
 def test_a_full_pool_waits_for_memory_to_come_back(pool):
@@ -154,13 +137,6 @@ def test_room_is_aligned_and_does_not_overlap(pool):
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(taken))
 
 
-def test_copies_of_host_memory_do_not_start_cuda(monkeypatch, pool):
-    """Pinning would, in a process that has no use for it; here it would raise an error."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    tensor = torch.randn(64, 200).t()
-    assert drain(pool, tensor) == expected(tensor)
-
-
 # blocks of any size
 
 
@@ -189,12 +165,10 @@ def test_blocks_stay_within_the_budget_whatever_is_asked_for():
 
 
 def test_a_block_that_exceeds_the_budget_is_lent_alone_and_comes_back_after_an_error():
+    """Of its user; and what the system could not give was never lent."""
     pool = MemoryPool(KIB, Cancellation())
-
-    def use():
-        with pool.take(2 * KIB) as lease:
+    no_memory = mock.patch.object(pool, "allocate", side_effect=MemoryError)
+    for error in (MemoryError, IndexError, IndexError):
+        lacking = no_memory if error is MemoryError else contextlib.nullcontext()
+        with lacking, pytest.raises(error), pool.take(2 * KIB) as lease:
             lease.view[5 * KIB] = 1
-
-    for _ in range(3):
-        with pytest.raises(IndexError):
-            use()

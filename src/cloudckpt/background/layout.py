@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -77,9 +76,11 @@ class Layout:
     regions: list[Region] = field(default_factory=list)
     size: int = 0
     _by_storage: dict[int, Region] = field(default_factory=dict)
-    _seen: dict[int, Any] = field(default_factory=dict)  # by id
-    _kept: list[Any] = field(default_factory=list)  # alive, so that no other value gets their ids
-    _planned: dict[int, torch.Tensor] = field(default_factory=dict)
+    # by id of the container: itself, and the key, path and value of each entry to be copied; read
+    # once, as a mapping may make its entries anew each time
+    _entries: dict[int, tuple[Any, list[tuple[Any, _Path, Any]]]] = field(default_factory=dict)
+    _tensors: dict[int, torch.Tensor] = field(default_factory=dict)  # by id
+    _planned: dict[int, torch.Tensor] = field(default_factory=dict)  # by id
     _others: list[tuple[torch.Tensor, _Path]] = field(default_factory=list)  # inner ones first
     _parts: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # of wrappers
 
@@ -103,25 +104,20 @@ class Layout:
         return layout
 
     def _walk(self, container: Any, path: _Path) -> None:
-        if id(container) in self._seen:
+        if id(container) in self._entries:
             return
-        self._seen[id(container)] = container
-        for _, at, entry in self._entries(container, path):
+        is_tuple, is_mapping = isinstance(container, tuple), isinstance(container, Mapping)
+        entries = [
+            (key, path if is_tuple else (*path, key), entry)  # a tuple is saved as one item
+            for key, entry in (container.items() if is_mapping else enumerate(container))
+            if type(entry) not in _ATOMIC
+        ]
+        self._entries[id(container)] = container, entries
+        for _, at, entry in entries:
             if isinstance(entry, torch.Tensor):
                 self._plan(entry, at)
             elif isinstance(entry, _CONTAINERS):
                 self._walk(entry, at)
-
-    def _entries(self, container: Any, path: _Path) -> Iterator[tuple[Any, _Path, Any]]:
-        """Yields the key, path and value of each entry that isn't an immutable value.
-
-        A tuple is one item, so its entries have its path.
-        """
-        is_tuple, is_mapping = isinstance(container, tuple), isinstance(container, Mapping)
-        for key, entry in container.items() if is_mapping else enumerate(container):
-            if type(entry) not in _ATOMIC:
-                self._kept.append(entry)  # a mapping may have made it just now
-                yield key, path if is_tuple else (*path, key), entry
 
     def _plan(self, tensor: Any, path: _Path) -> None:
         """Plans the copy of a tensor, and of the tensors inside a wrapper.
@@ -129,9 +125,9 @@ class Layout:
         Raises:
             StagingError: If it can't be copied.
         """
-        if id(tensor) in self._seen:
+        if id(tensor) in self._tensors:
             return
-        self._seen[id(tensor)] = tensor
+        self._tensors[id(tensor)] = tensor
         if _is_bytes(tensor) and self._add(tensor):
             return
         traceable: bool = is_traceable_wrapper_subclass(tensor)
@@ -184,29 +180,25 @@ class Layout:
             StagingError: If a value can't be copied.
         """
         memo: dict[int, Any] = {
-            key: _of_kind(self._staged(shown), self._seen[key])
+            key: _of_kind(self._staged(shown), self._tensors[key])
             for key, shown in self._planned.items()
         }
         for tensor, path in self._others:
             memo[id(tensor)] = self._copy_other(tensor, memo, path)
-        return cast(dict[str, Any], self._copy_container(state_dict, memo, ()))
+        return cast(dict[str, Any], self._copy(state_dict, memo, ()))
 
-    def _copy_container(self, container: Any, memo: dict[int, Any], path: _Path) -> Any:
-        """Copies a container, after its entries.
+    def _copy(self, value: Any, memo: dict[int, Any], path: _Path) -> Any:
+        """Copies a value, and before that the entries of a container.
 
         Raises:
             StagingError: If a value can't be copied.
         """
-        if isinstance(container, defaultdict):
-            # a copy of a method would copy its object, such as a whole model
-            memo[id(container.default_factory)] = container.default_factory
-        copies = []
-        for key, at, entry in self._entries(container, path):
-            if id(entry) not in memo:
-                copy_entry = self._copy_container if isinstance(entry, _CONTAINERS) else _copied
-                memo[id(entry)] = copy_entry(entry, memo, at)
-            copies.append((key, memo[id(entry)]))
-        return _copied(container, memo, path, copies)
+        if id(value) not in memo:
+            _, entries = self._entries.get(id(value), (None, []))
+            copies = {key: self._copy(entry, memo, at) for key, at, entry in entries}
+            is_filled = isinstance(value, (Mapping, list))
+            memo[id(value)] = _filled(value, copies) if is_filled else _copied(value, memo, path)
+        return memo[id(value)]
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the copy of a planned tensor, on the copied region."""
@@ -283,38 +275,39 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
     return made.requires_grad_() if tensor.requires_grad else made
 
 
-def _copied(
-    value: Any, memo: dict[int, Any], path: _Path, copies: Sequence[tuple[Any, Any]] = ()
-) -> Any:
-    """Returns a deep copy of a value, which has the copies of ``memo``.
+def _filled(container: Any, copies: dict[Any, Any]) -> Any:
+    """Returns a copy of a mapping or list with the copies of its entries, by key or index.
 
-    A mapping or list that can't be copied, or whose copy has other entries, as that of an immutable
-    one may, becomes the dict or list that it is saved as. Any other value is then pickled: torch
-    pickles a tensor amid a graph, but does not copy it.
+    A class of its own is kept if it is a dict or list that can be copied; any other container
+    becomes the dict or list that it is saved as.
+    """
+    if isinstance(container, (dict, list)):
+        with contextlib.suppress(Exception):
+            made = copy.copy(container)
+            if made is not container:  # an immutable one
+                for key, entry in copies.items():
+                    made[key] = entry
+                return made
+    if isinstance(container, Mapping):
+        return dict(container) | copies
+    return [copies.get(index, entry) for index, entry in enumerate(container)]
 
-    Args:
-        value: The value.
-        memo: The copies that there are, by the ``id`` of the original.
-        path: The path of the value.
-        copies: The keys and copies of the value's entries that aren't immutable values.
+
+def _copied(value: Any, memo: dict[int, Any], path: _Path) -> Any:
+    """Returns a deep copy of a value, with the copies of ``memo``, by the ``id`` of the original.
+
+    A value that can't be copied is pickled: torch pickles a tensor amid a graph, but does not copy
+    it.
 
     Raises:
-        StagingError: If none of this works.
+        StagingError: If neither works.
     """
     known = len(memo)
     try:
-        made = copy.deepcopy(value, memo)
-        if all(made[key] is entry for key, entry in copies):
-            return made
-        raise TypeError("its copy does not have the copies of its entries")
+        return copy.deepcopy(value, memo)
     except Exception as exc:
         for key in list(memo)[known:]:  # partial results of the failed copy
             del memo[key]
-        if isinstance(value, Mapping):
-            return dict(value.items()) | dict(copies)
-        if isinstance(value, list):
-            replaced = dict(copies)
-            return [replaced.get(index, entry) for index, entry in enumerate(value)]
         with contextlib.suppress(Exception):
             torch.save(value, saved := io.BytesIO())
             saved.seek(0)

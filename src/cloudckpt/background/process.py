@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection as channels
 from multiprocessing import util
@@ -194,14 +195,14 @@ class ProcessSender:
             with contextlib.closing(pool):
                 plans = list(layout.plans(_Shared(arena, annex, pool)))
             annex.flush()
-            memory = [(0, -1) if arena is None else (arena.size, arena.fd), (annex.size, annex.fd)]
-            sizes = memory[0][0], memory[1][0]
+            sizes = 0 if arena is None else arena.size, annex.size
+            descriptors = annex.fd if arena is None else arena.fd, annex.fd
             pending = None if pending is None else layout.pending(pending)
             job = Job(destination, plans, sizes, variables(), pending)
             worker = self.process.worker()
             try:
                 worker.wait_until_ready()
-                worker.begin(job, [fd for size, fd in memory if size])
+                worker.begin(job, descriptors)
                 self._sent_by = worker
                 outcome = worker.outcome()
             except BaseException:
@@ -229,12 +230,6 @@ def _set_timeout(channel: channels.Connection, seconds: float) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
-def _send_descriptor(channel: channels.Connection, fd: int) -> None:
-    """Sends a file descriptor, after everything that was already sent."""
-    with as_socket(channel) as end:
-        socket.send_fds(end, [b"\0"], [fd])
-
-
 def log_levels() -> dict[str, int]:
     """Returns the explicitly set levels of loggers, by name; the root logger's name is empty."""
     named = list(logging.Logger.manager.loggerDict.items())
@@ -255,12 +250,6 @@ class _Worker:
     """
 
     def __init__(self, options: BackgroundOptions) -> None:
-        if not sys.executable:
-            raise SaveProcessError(
-                "sys.executable is empty, as in an interpreter that is embedded in another "
-                "program, so the saving process can't be started; save in a thread "
-                "(AsyncCheckpointerType.THREAD)"
-            )
         self.is_busy = self.is_stuck = self._is_ready = False
         self.unsettled = threading.Event()
         self._ended_for = ""  # why this trainer has ended it; empty if it has not
@@ -279,8 +268,8 @@ class _Worker:
         except OSError as exc:
             undo.close()
             raise SaveProcessError(
-                f"the saving process could not be started by {sys.executable}: check that it "
-                "can run, or save in a thread (AsyncCheckpointerType.THREAD)",
+                f"the saving process could not be started by {sys.executable!r}: check that "
+                "it is a Python interpreter, or save in a thread (AsyncCheckpointerType.THREAD)",
                 cause=exc,
             ) from exc
         _workers.add(self)
@@ -307,7 +296,7 @@ class _Worker:
             self._receive("ready", time.monotonic() + START_TIMEOUT)
             self._is_ready = True
 
-    def begin(self, job: Job, descriptors: list[int]) -> None:
+    def begin(self, job: Job, descriptors: Sequence[int]) -> None:
         """Sends a job; from then on it is carried out even if this trainer ends.
 
         Args:
@@ -323,8 +312,8 @@ class _Worker:
         self.unsettled.set()
         try:
             self._channel.send(job)
-            for fd in descriptors:
-                _send_descriptor(self._channel, fd)
+            with as_socket(self._channel) as end:
+                socket.send_fds(end, [b"\0"], descriptors)
         except OSError as exc:
             raise self._death(exc) from exc
 
@@ -444,7 +433,7 @@ os.register_at_fork(after_in_child=_forget_in_fork)
 def _start(fd: int) -> subprocess.Popen[bytes]:
     flags: list[str] = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return subprocess.Popen(  # noqa: S603 - this interpreter
-        [sys.executable, *flags, "-c", _BEGIN.format(fd)],
+        [sys.executable or "", *flags, "-c", _BEGIN.format(fd)],
         stdin=subprocess.DEVNULL,
         pass_fds=[fd],
         start_new_session=True,  # the trainer alone handles signals to its process group

@@ -30,7 +30,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Event, Timeline, Transferred, subscribe
 
-__all__ = ["Save", "SaveFuture", "as_ours"]
+__all__ = ["Save", "SaveFuture"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -71,9 +71,8 @@ class Save:
         written: The future of the save's outcome.
         staged: Done when the trainer may change its tensors; its result is None.
         is_staged_in_background: Whether ``staged`` may not be done when the call returns.
-        state: The copy, if a custom stager made it.
         copy: The copy, if cloudckpt's stager made it.
-        copying: The future of the copy, if a custom stager is still making it.
+        made: The copy that a custom stager has made, or its future.
         failure: The error because of which this rank can't take part.
         is_reported: Whether no later call has to raise the failure of the save.
     """
@@ -86,9 +85,8 @@ class Save:
     written: SaveFuture = field(default_factory=SaveFuture)
     staged: Future[None] = field(default_factory=Future)
     is_staged_in_background: bool = False
-    state: dict[str, Any] | None = None
     copy: StagedState | None = None
-    copying: Future[dict[str, Any]] | None = None
+    made: dict[str, Any] | Future[dict[str, Any]] | None = None
     failure: CloudCheckpointError | None = None
     is_reported: bool = True
     _has_begun_writing: bool = False
@@ -98,13 +96,6 @@ class Save:
         self.written.set_running_or_notify_cancel()
         self.staged.set_running_or_notify_cancel()  # waiting on a cancelled future would not end
 
-    @property
-    def content(self) -> dict[str, Any]:
-        """The copied state dict."""
-        if self.copy is not None:
-            return self.copy.state_dict
-        return self.state or {}
-
     def prepared(self) -> api.ToSave:
         """Returns the writer and the planner of the save.
 
@@ -113,19 +104,26 @@ class Save:
         """
         if self.failure is not None:
             raise self.failure
+        if self.copy is None and not isinstance(self.made, Mapping):
+            raise StagingError(  # nothing would be saved
+                f"the stager's stage() returned a {type(self.made).__name__}: return a copy of the "
+                "state dict, or a future of it"
+            )
         return api.ToSave(self.writer, self.planner)
 
-    def stage(self, made: dict[str, Any] | Future[dict[str, Any]]) -> None:
-        """Takes the copy that a custom stager has made, or is making.
+    def fail(self, error: BaseException) -> None:
+        """Notes the error because of which this rank can't take part."""
+        self.failure = _as_ours(error, self.where)
+        if not self.staged.done():
+            self.staged.set_exception(self.failure)
 
-        Raises:
-            StagingError: If the stager returned anything but a mapping.
-        """
+    def stage(self, made: dict[str, Any] | Future[dict[str, Any]]) -> None:
+        """Takes the copy that a custom stager has made, or is making."""
+        self.made = made
         if not isinstance(made, Future):
-            self.state = _checked(made)
             self.staged.set_result(None)
             return
-        self.copying, self.is_staged_in_background = made, True
+        self.is_staged_in_background = True
 
         def pass_on(done: Future[Any]) -> None:
             try:
@@ -188,8 +186,13 @@ class Save:
                     uri=self.where,
                     committed=False,
                 )
+            content = self.made if self.copy is None else self.copy.state_dict
             metadata = api.save_prepared(
-                self.content, self.prepared, self.where, process_group=group, no_dist=no_dist
+                cast(dict[str, Any], content),
+                self.prepared,
+                self.where,
+                process_group=group,
+                no_dist=no_dist,
             )
         except ProcessGroupError as error:
             is_known = error.committed is not None
@@ -230,11 +233,11 @@ class Save:
         """Returns the result, or the error; in a separate frame, which the error keeps alive."""
         try:
             concurrent.futures.wait([self.staged])
-            if self.copying is not None:
+            if isinstance(self.made, Future):
                 try:
-                    self.state = _checked(self.copying.result())
+                    self.made = self.made.result()
                 except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
-                    self.failure = as_ours(error, "")
+                    self.fail(error)
             return carry_out(self), None
         except BaseException as error:  # noqa: BLE001 - told by the future
             return None, error
@@ -246,26 +249,12 @@ class Save:
 
     def _end(self) -> None:
         """Releases the copy's memory."""
-        self.state = self.copying = None
+        self.made = None
         if self.copy is not None:
             self.copy.release()
 
 
-def _checked(made: object) -> dict[str, Any]:
-    """Returns a custom stager's copy, if it is a mapping: without one, nothing would be saved.
-
-    Raises:
-        StagingError: If it is not a mapping.
-    """
-    if not isinstance(made, Mapping):
-        raise StagingError(
-            f"the stager's stage() returned a {type(made).__name__}: return a copy of the state "
-            "dict, or a future of it"
-        )
-    return cast(dict[str, Any], made)
-
-
-def as_ours(error: BaseException, where: str) -> CloudCheckpointError:
+def _as_ours(error: BaseException, where: str) -> CloudCheckpointError:
     """Returns the error if it is one of cloudckpt's, else a StagingError that wraps it."""
     if isinstance(error, CloudCheckpointError):
         if error.uri is None and where:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from cloudckpt import api
 from cloudckpt.background.groups import START_TIMEOUT, give_back, open_group
 from cloudckpt.background.process import SaveProcess
-from cloudckpt.background.save import Save, as_ours
+from cloudckpt.background.save import Save
 from cloudckpt.background.stager import Stager
 from cloudckpt.config import BackgroundOptions
 from cloudckpt.dcp.failures import release_frames
@@ -122,13 +122,7 @@ class AsyncSaver:
         try:
             self._thread.submit(int)  # starts the thread now, where the other ranks hear of it
         except RuntimeError as exc:
-            if not threading.main_thread().is_alive():
-                raise _has_ended(False, "", exc) from exc
-            raise AsyncSaveError(
-                "the thread for background saves can't be started: lower the number of threads, "
-                "or raise the limit of the process (ulimit -u)",
-                cause=exc,
-            ) from exc
+            raise _ended_error(False, "", exc) from exc
         if self._stager is None:
             self._own_stager = Stager(
                 pin_memory={"auto": None, "on": True, "off": False}[self._options.pin_memory],
@@ -197,7 +191,7 @@ class AsyncSaver:
             )
         with self._lock:
             if self._closed:
-                raise _has_ended(True, "", None)
+                raise _ended_error(True, "", None)
         if self._knows_no_ranks and _has_ranks():
             raise ConfigError(
                 "this saver was made before torch.distributed was initialized, and would save "
@@ -210,11 +204,9 @@ class AsyncSaver:
                 self._hand_over(state_dict, save, stager)
             return save
         except BaseException as error:
-            owed = self._agreed
-            if owed is not None:  # the other ranks would wait, or pair their save with the next
-                owed.failure = as_ours(error, owed.where)
-                if not owed.staged.done():
-                    owed.staged.set_exception(owed.failure)
+            if (owed := self._agreed) is not None:
+                # the other ranks would wait, or pair their save with the next
+                owed.fail(error)
                 self._submit(owed)
             raise
 
@@ -233,19 +225,15 @@ class AsyncSaver:
             with Span("stage", save.where, self._meeting.rank) as span:
                 self._stage(state, save, stager or self._stager)
                 span.nbytes = 0 if save.copy is None else save.copy.size
-        except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
-            save.failure = as_ours(error, save.where)
-            if not save.staged.done():  # an interrupt may come just after
-                save.staged.set_exception(save.failure)
-            is_raised = isinstance(error, SaveInProgressError) and self._on_failure is None
-            if is_raised or not isinstance(error, Exception):
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+            save.fail(error)
+            if isinstance(error, SaveInProgressError) and self._on_failure is None:
                 raised = error
         finally:
             unsubscribe()
         if save.failure is not None:
             release_frames(save.failure, apart_from=sys.exc_info()[1])
-        refused = self._submit(save)
-        raised = refused if raised is None else raised
+        raised = self._submit(save) or raised
         if raised is not None:
             raise raised
         save.is_reported = not self._tells_failures
@@ -267,7 +255,7 @@ class AsyncSaver:
                 self._last = save
         except RuntimeError as exc:
             if save.failure is None:
-                save.failure = _has_ended(self._closed, save.where, exc)
+                save.failure = _ended_error(self._closed, save.where, exc)
             # a closed saver may have given back its groups
             save.run(Save.prepared if self._closed else self._carry_out)
             ended = save.written.exception()
@@ -505,15 +493,16 @@ def _has_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _has_ended(closed: bool, where: str, cause: RuntimeError | None) -> AsyncSaveError:
-    """Returns the error of a save for which there is no thread any more."""
+def _ended_error(closed: bool, where: str, cause: RuntimeError | None) -> AsyncSaveError:
+    """Returns the error of a save for which no thread can be started."""
     error: AsyncSaveError
     if closed:
         error = ClosedError("the saver was closed, so it can't save: make a new one")
     else:
         error = AsyncSaveError(
-            "the interpreter is shutting down and can't start a background save; start the last "
-            "one before the script ends, not in an atexit handler",
+            "no thread can be started for a background save. If the interpreter is shutting down, "
+            "start the last save before the script ends, not in an atexit handler; else lower the "
+            "number of threads, or raise the limit of the process (ulimit -u)",
             cause=cause,
         )
     error.uri, error.__cause__ = where or None, cause

@@ -60,7 +60,6 @@ __all__ = [
     "finish",
     "forward_logs",
     "main",
-    "mapped",
     "sent",
 ]
 
@@ -97,7 +96,7 @@ class Job:
     Attributes:
         destination: The checkpoint, the rank, and options.
         plans: The plans to carry out, in this order.
-        sizes: Bytes of the arena and of the annex; a descriptor follows for each nonempty one.
+        sizes: Bytes of the arena and of the annex, whose descriptors follow.
         variables: The credential variables of the trainer's environment now.
         pending: The pending object to write if the trainer ends; None for none.
     """
@@ -354,11 +353,11 @@ def sent(job: Job, memory: Sequence[memoryview], stats: TransferStats) -> tuple[
     store = open_store(destination.uri, destination.config)
     group = sending_group(destination, store)
     pool = MemoryPool(destination.config.memory_budget, group.cancellation)
-    return send(destination, store, job.plans, _Mapped(pool, memory), group, stats)
+    return send(destination, store, job.plans, _Buffers(pool, memory), group, stats)
 
 
 @dataclass(frozen=True)
-class _Mapped:
+class _Buffers:
     """The buffers of a plan: the arena of the staged copy, and the annex."""
 
     pool: MemoryPool
@@ -373,41 +372,14 @@ class _Mapped:
         return (Piece(self._memory[buffer][start : start + nbytes]),)
 
 
-def _descriptors(end: socket.socket, count: int) -> list[int]:
-    """Receives file descriptors, which the caller then owns.
-
-    Raises:
-        EOFError: If the other side has closed the channel.
-        SaveProcessError: If this process may not open as many files; some are then lost.
-    """
-    found: list[int] = []
-    try:
-        for _ in range(count):
-            said, received, _, _ = socket.recv_fds(end, 1, 1)
-            if not said:
-                raise EOFError
-            found += received
-        if len(found) < count:
-            raise SaveProcessError(
-                "the saving process can't open the shared memory of the staged copy: the "
-                "process or the machine has reached its limit of open files; raise the limit "
-                "(ulimit -n)"
-            )
-    except BaseException:
-        for fd in found:
-            os.close(fd)
-        raise
-    return found
-
-
 def _taken_over(
     end: socket.socket, sizes: Sequence[int], held: contextlib.ExitStack
 ) -> list[memoryview] | None:
-    """Receives and maps the trainer's memory: the arena and the annex, if they are not empty.
+    """Receives and maps the trainer's memory: the arena and the annex.
 
     Args:
-        end: The socket that receives the descriptors.
-        sizes: Bytes of each part.
+        end: The socket that receives a descriptor of each.
+        sizes: Bytes of each; a part of 0 bytes is not mapped.
         held: Keeps the memory mapped until it is closed.
 
     Returns:
@@ -417,32 +389,31 @@ def _taken_over(
         SaveProcessError: If this process can't map it.
     """
     try:
-        received = _descriptors(end, sum(map(bool, sizes)))
-    except (EOFError, OSError):
+        received = socket.recv_fds(end, 1, len(sizes))
+    except OSError:
         return None
+    message, descriptors, _, _ = received
     with contextlib.ExitStack() as closed:
-        for fd in received:
+        for fd in descriptors:
             closed.callback(os.close, fd)
-        descriptors = iter(received)
-        return [
-            held.enter_context(mapped(next(descriptors), size)) if size else memoryview(b"")
-            for size in sizes
-        ]
+        if not message:
+            return None
+        try:
+            parts = zip(descriptors, sizes, strict=True)  # descriptors beyond the limit are lost
+            return [held.enter_context(_mapped(fd, size)) for fd, size in parts]
+        except (OSError, ValueError) as exc:
+            raise SaveProcessError(
+                f"the saving process can't map {sum(sizes):,} bytes of the staged copy: raise the "
+                "limits of its address space (ulimit -v) and of open files (ulimit -n), or save "
+                "in a thread (AsyncCheckpointerType.THREAD)",
+                cause=exc,
+            ) from exc
 
 
 @contextlib.contextmanager
-def mapped(fd: int, size: int) -> Iterator[memoryview]:
+def _mapped(fd: int, size: int) -> Iterator[memoryview]:
     """Maps the first ``size`` bytes of a file, read-only."""
-    try:
-        mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as exc:
-        raise SaveProcessError(
-            f"the saving process can't map {size:,} bytes of the staged copy; raise the limit "
-            "of its address space (ulimit -v), or save in a thread "
-            "(AsyncCheckpointerType.THREAD)",
-            cause=exc,
-        ) from exc
-    with memoryview(mapped) as view:
+    with memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b"") as view:
         yield view
 
 

@@ -27,7 +27,6 @@ __all__ = [
     "MismatchError",
     "ObjectCopy",
     "copies_within",
-    "copy_part_size",
     "relay",
 ]
 
@@ -35,7 +34,6 @@ U = TypeVar("U", bound=ObjectUpload)
 
 _COPIED_PART = 256 * MIB  # bytes; a store copies some hundred MiB/s per request
 _SENT_PART = 8 * MIB  # bytes; eight parts under way take 64 MiB
-_PARTS_AIMED_AT = 9_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +155,7 @@ def relay(
 
 
 def _part_size(task: CopyTask, limits: Capabilities, config: Config) -> int:
-    if task.found is not None:
-        return copy_part_size(task.size, limits)
-    wanted = config.part_size or max(_SENT_PART, task.size // _PARTS_AIMED_AT)
+    wanted = _COPIED_PART if task.found is not None else config.part_size or _SENT_PART
     return choose_part_size(task.size, wanted, limits, connections=config.requests_at_once)
 
 
@@ -179,12 +175,6 @@ def copies_within(source: ObjectStore, target: ObjectStore, size: int) -> bool:
     """Returns whether `target` can itself copy an object of `size` bytes from `source`."""
     limits = target.capabilities
     return target.copies_from(source) and (size <= limits.max_copy_size or limits.copies_parts)
-
-
-def copy_part_size(size: int, limits: Capabilities) -> int:
-    """Returns the part size in bytes for a copy of `size` bytes within a store."""
-    wanted = max(_COPIED_PART, -(-size // _PARTS_AIMED_AT), limits.min_part_size)
-    return min(wanted, limits.max_part_size)
 
 
 class ObjectCopy(ObjectUpload):

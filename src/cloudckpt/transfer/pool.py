@@ -100,9 +100,9 @@ class MemoryPool:
             while self._lent and self._lent + nbytes > self._budget:
                 self._changed.wait(0.2)
                 self._cancellation.check()
-            block = self._fitting(nbytes)
-            self._lent += nbytes if block is None else block[1].nbytes
-        return Lease(self, *(block or self.allocate(nbytes, pinned=pinned)))
+            memory, view = self._fitting(nbytes) or self.allocate(nbytes, pinned=pinned)
+            self._lent += view.nbytes
+        return Lease(self, memory, view)
 
     def _fitting(self, nbytes: int) -> tuple[Any, memoryview] | None:
         """Removes and returns the smallest free block of this size at least; else makes room."""
