@@ -615,7 +615,7 @@ class World:
         folder, _, kind = commit.rpartition("/")
         uri, data = replace(self.root, prefix=folder), bytes(self.plain.get(commit)[0])
         if kind == MANIFEST:
-            return {file.key for file in read_manifest(data, folder, commit).files.values()}
+            return {file.key for file in read_manifest(data, folder, commit).values()}
         if kind == INDEX:  # which may be the claim of a save that goes on
             files = () if is_claim(data) else parse_index(data, commit).values()
             return {*map(uri.key, files)}
@@ -658,8 +658,8 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     for module in (baseline, folders):
         monkeypatch.setattr(module, "time", clock)
 
-    def made(seed: int, **options: Sequence[str]) -> World:
-        current[:] = [World(seed, **options)]
+    def made(seed: int, kind: type[World] = World, **options: Sequence[str]) -> World:
+        current[:] = [kind(seed, **options)]
         return current[0]
 
     yield made

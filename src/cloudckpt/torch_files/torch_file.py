@@ -30,7 +30,7 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["check_destination", "load_torch_file", "size_of", "write_torch_file"]
+__all__ = ["check_destination", "load_torch_file", "size_of", "storages_of", "write_torch_file"]
 
 _BEGINNINGS = (b"PK\3\4", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.")
 """The first bytes of a ``torch.save`` file: of its zip format, and of the format before torch 1.6
@@ -183,15 +183,21 @@ def load_torch_file(
 
 def size_of(value: Any) -> int:
     """Estimates how many bytes ``torch.save`` will write for a value."""
-    storages: dict[int, int] = {}
+    storages = storages_of(value)
+    return sum(one.nbytes() for one in storages) + 1024 * (len(storages) + 1)
+
+
+def storages_of(value: Any) -> list[torch.UntypedStorage]:
+    """Returns the storages of the tensors in a nested value, each once; those of local shards."""
+    found: dict[int, torch.UntypedStorage] = {}
     waiting, seen = [value], set[int]()
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
             with contextlib.suppress(Exception):  # some tensor subclasses have no storage
-                storage = value.untyped_storage()
-                storages[storage._cdata] = max(storage.nbytes(), value.nbytes)
+                storage = getattr(value, "_local_tensor", value).untyped_storage()
+                found[storage._cdata] = storage
         elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
             seen.add(id(value))
             waiting.extend(value.values() if isinstance(value, Mapping) else value)
-    return sum(storages.values()) + 1024 * (len(storages) + 1)
+    return [*found.values()]

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ from cloudckpt.errors import (
     PreconditionFailedError,
 )
 from cloudckpt.integrations.torch_checkpointing.manifest import (
-    FileManifest,
+    BLOCK,
     StoredFile,
     beneath,
     manifest_bytes,
@@ -68,6 +69,7 @@ from cloudckpt.integrations.torch_checkpointing.visible import VisibleFiles
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
+from cloudckpt.torch_files.torch_file import storages_of
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.deleting import delete_all, delete_quietly
 from cloudckpt.transfer.group import TaskGroup
@@ -77,7 +79,6 @@ from cloudckpt.transfer.upload import put_whole
 
 __all__ = ["FileFolders", "is_tensor_memory"]
 
-_BLOCK = 1024 * 1024  # bytes of a block with one checksum, in files of up to 1 GiB
 _DEPTH = 2  # how many levels above a file its temporary folder may be
 
 
@@ -126,7 +127,7 @@ class FileFolders(VisibleFiles):
         found, uri, config = self.existing(key), self._store.uri(key), self._config
         try:
             stats = TransferStats(uri)
-            pinned = PinnedObject(self._store, found.object, config, stats, found.blocks)
+            pinned = PinnedObject(self._store, found.key, config, stats, found.blocks)
         except ObjectNotFoundError as error:
             if self.find(key) != found:
                 raise CheckpointReplacedError(
@@ -134,14 +135,14 @@ class FileFolders(VisibleFiles):
                 ) from error
             raise CheckpointCorruptError(
                 "the object of the file no longer exists: restore it, or load an older checkpoint",
-                uri=self._store.uri(found.object),
+                uri=self._store.uri(found.key),
                 cause=error,
             ) from error
-        if pinned.info.size != found.size and found.kind != "plain":
+        if pinned.info.size != found.size and found.blocks is not None:
             raise CheckpointCorruptError(
                 f"the object of the file has {pinned.info.size} bytes instead of {found.size}: "
                 "restore it, or load an older checkpoint",
-                uri=self._store.uri(found.object),
+                uri=self._store.uri(found.key),
             )
         return ObjectFile(pinned, config)
 
@@ -179,8 +180,14 @@ class FileFolders(VisibleFiles):
                 "give CloudStorageConfig the writer's temp_dir_prefix",
                 uri=self._store.uri(key),
             )
-        record = record_name(key, self._job)
-        return RecordedFile(self._store, place, record, self._config, expected, is_immutable)
+        return RecordedFile(
+            self._store,
+            place,
+            self._config,
+            record=record_name(key, self._job),
+            expected=expected,
+            is_immutable=is_immutable,
+        )
 
     def delete(self, key: str) -> None:
         """Deletes a file.
@@ -189,13 +196,13 @@ class FileFolders(VisibleFiles):
             FileNotFoundError: If there is no such file.
             FileExistsError: If the file belongs to a committed folder: delete that folder instead.
         """
-        found = self.existing(key)
-        if found.kind == "committed":
+        if self.committed(key) is not None:
             raise FileExistsError(
                 f"{self._store.uri(key)} can't be deleted alone, because it belongs to a committed "
                 "folder: delete the whole folder"
             )
-        self._delete([record_name(key, self._job) if found.kind == "pending" else key])
+        self.existing(key)
+        self._delete([record_name(key, self._job), key])
 
     # ---- commits
 
@@ -273,7 +280,7 @@ class FileFolders(VisibleFiles):
         self._check_written(target, files)
         trial = inside(target) + trial_name(random_suffix())
         conditional = conditions_work(store, self._config.conditional_writes, trial, self._retrier)
-        body = [memoryview(manifest_bytes(target, FileManifest(job=self._job, files=files)))]
+        body = [memoryview(manifest_bytes(target, self._job, files))]
         try:
             commit(store, baseline, body, conditional=conditional, retrier=self._retrier)
         except CheckpointConflictError as error:
@@ -322,28 +329,22 @@ class FileFolders(VisibleFiles):
             FileExistsError: If another writer has committed the folder meanwhile; it then stays.
             StoreError: If an object could not be deleted; the deletion of all others was tried.
         """
-        listed = list(self._store.list(inside(key), self._retrier.call))
-        visible = [info for info in listed if self.sees(info.key)]
-        if not visible:
+        listed = {info.key: info for info in self._store.list(inside(key), self._retrier.call)}
+        gone = {one for one in listed if self.sees(one)}
+        if not gone:
             raise FileNotFoundError(self._store.uri(key))
-        there = {info.key for info in listed}
-        named: set[str] = set()
-        rest: list[str] = []
-        for info in visible:
-            if info.key.rpartition("/")[2] != MANIFEST:
-                rest.append(info.key)
-                continue
-            folder = folder_of(info.key)
+        for one in [one for one in gone if one.rpartition("/")[2] == MANIFEST]:
+            folder, version = folder_of(one), listed[one].version
             try:
-                manifest = self.manifest(folder)
+                if (manifest := self.manifest(folder)) is None:
+                    continue
+                version, files = manifest
+                named = {file.key for file in files.values()}
             except CheckpointCorruptError:  # treat everything beneath it as its own
-                manifest = (info.version, FileManifest(job="", files={}))
-                named |= {one for one in there if one.startswith(inside(folder))}
-            if manifest is None:
-                continue
-            self._remove_manifest(info.key, manifest[0])
-            named |= {file.key for file in manifest[1].files.values()}
-        self._delete([*rest, *sorted(named & there - set(rest))])
+                named = {other for other in listed if other.startswith(inside(folder))}
+            self._remove_manifest(one, version)
+            gone |= named & listed.keys()
+        self._delete(sorted(gone))
         forget_listings()
 
     def _remove_manifest(self, key: str, version: str) -> None:
@@ -378,24 +379,12 @@ class RecordedFile(WrittenFile):
     """A pending file: its record is written when the store has all of its bytes."""
 
     def __init__(
-        self,
-        store: ObjectStore,
-        key: str,
-        record: str,
-        config: Config,
-        expected: int,
-        is_immutable: Callable[[memoryview], bool],
+        self, store: ObjectStore, key: str, config: Config, *, record: str, **options: Any
     ) -> None:
-        self._checksums = BlockChecksums(store.capabilities.checksum, _BLOCK)
+        """Takes the arguments of :class:`WrittenFile`, and the key of the record."""
+        self._checksums = BlockChecksums(store.capabilities.checksum, BLOCK)
         self._where = (store, key, record, Retrier(config.retry))
-        super().__init__(
-            store,
-            key,
-            config,
-            expected=expected,
-            checks=self._checksums,
-            is_immutable=is_immutable,
-        )
+        super().__init__(store, key, config, checks=self._checksums, **options)
 
     def __enter__(self) -> RecordedFile:
         """Makes ``torch.save`` skip its CRC32 in this thread, because no reader checks it."""
@@ -423,35 +412,17 @@ class RecordedFile(WrittenFile):
         super().close()
         store, key, record, retrier = self._where
         algorithm, sums = store.capabilities.checksum, self._checksums.finish(self._at)
-        file = StoredFile.of_blocks(key, self._at, algorithm, _BLOCK, sums)
+        file = StoredFile.of_blocks(key, self._at, algorithm, sums)
         put_whole(store, record, memoryview(record_bytes(file)), retrier)
 
 
 def is_tensor_memory(value: object) -> Callable[[memoryview], bool]:
     """Returns a function that tests whether memory belongs to a host tensor in ``value``."""
-    ranges: set[tuple[int, int]] = set()
-    waiting, seen = [value], set[int]()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            inner = getattr(one, "_local_tensor", None)
-            if isinstance(inner, torch.Tensor):
-                waiting.append(inner)
-            elif one.is_cpu and one.layout is torch.strided:
-                storage = one.untyped_storage()
-                ranges.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-        elif isinstance(one, dict):
-            waiting.extend(one.values())
-        elif isinstance(one, (list, tuple)):
-            waiting.extend(one)
-    starts = dict(sorted(ranges))  # the longest range for each start
+    storages = [one for one in storages_of(value) if one.device.type == "cpu"]
+    ends = {one.data_ptr(): one.data_ptr() + one.nbytes() for one in storages}
 
-    def is_of_tensor(view: memoryview, _kept: object = value) -> bool:
+    def is_of_tensor(view: memoryview, _kept: object = storages) -> bool:
         start = np.frombuffer(view, np.uint8).ctypes.data
-        stop = starts.get(start)
-        return stop is not None and start + view.nbytes <= stop
+        return start + view.nbytes <= ends.get(start, 0)
 
     return is_of_tensor

@@ -6,7 +6,6 @@ Each describes the object with a file's bytes; docs/format.md has the bytes of b
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from cloudckpt.checksum import ALGORITHMS, Blocks, ChecksumAlgorithm
 from cloudckpt.errors import CheckpointCorruptError
 
 __all__ = [
+    "BLOCK",
     "MOST_MANIFEST_BYTES",
     "MOST_RECORD_BYTES",
-    "FileManifest",
     "StoredFile",
     "beneath",
     "manifest_bytes",
@@ -29,7 +28,9 @@ __all__ = [
     "record_bytes",
 ]
 
-_MOST_BLOCKS = 1024  # of a file, each with a checksum: a manifest stays a few KiB per file
+BLOCK = 1024 * 1024
+"""Bytes of a block with one checksum, in files of up to 1 GiB."""
+_MOST_BLOCKS = 1024  # of a file, so that a manifest stays a few KiB per file
 
 MOST_MANIFEST_BYTES = 1 << 28
 MOST_RECORD_BYTES = 1 << 20
@@ -42,56 +43,57 @@ def beneath(folder: str, key: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """The object with a file's bytes, with their size and checksums.
+    """The object with a file's bytes.
 
     Attributes:
         key: The key of the object.
         size: Bytes of the file.
-        checksum: The checksum of all bytes.
-        blocks: The checksums of the bytes, block by block.
+        blocks: The checksums of the bytes, block by block; None for a plain object, which another
+            program has written.
     """
 
     key: str
     size: int
-    checksum: int
-    blocks: Blocks
+    blocks: Blocks | None
 
     @classmethod
     def of_blocks(
-        cls,
-        key: str,
-        size: int,
-        algorithm: ChecksumAlgorithm,
-        block_size: int,
-        checksums: tuple[int, ...],
+        cls, key: str, size: int, algorithm: ChecksumAlgorithm, checksums: tuple[int, ...]
     ) -> StoredFile:
-        """Makes a stored file from checksums of blocks, joined until at most ``_MOST_BLOCKS`` are
-        left.
+        """Makes a file from checksums of its blocks, joined until at most 1,024 are left.
+
+        Args:
+            key: The key of the object.
+            size: Bytes of the file.
+            algorithm: The algorithm of the checksums.
+            checksums: The checksum of each ``BLOCK`` bytes.
         """
-        lengths = _lengths(size, block_size)
+        block = BLOCK
         while len(checksums) > _MOST_BLOCKS:
-            pairs = [*zip(checksums, lengths, strict=True)]
-            checksums = tuple(
-                algorithm.combine(pairs[at : at + 2]) for at in range(0, len(pairs), 2)
-            )
-            block_size *= 2
-            lengths = _lengths(size, block_size)
-        whole = algorithm.combine(zip(checksums, lengths, strict=True))
-        return cls(
-            key=key, size=size, checksum=whole, blocks=Blocks(algorithm, block_size, checksums)
-        )
+            pairs = [*zip(checksums, _lengths(size, block), strict=True)]
+            starts = range(0, len(pairs), 2)
+            checksums = tuple(algorithm.combine(pairs[at : at + 2]) for at in starts)
+            block *= 2
+        return cls(key=key, size=size, blocks=Blocks(algorithm, block, checksums))
 
     def described(self, key: str) -> dict[str, Any]:
         """Returns the file as a JSON object that names its object ``key``."""
+        assert self.blocks is not None
         algorithm = self.blocks.algorithm
         return {
             "object": key,
             "size": self.size,
-            "checksum": f"{self.checksum:0{2 * algorithm.nbytes}x}",
+            "checksum": f"{_whole(self.size, self.blocks):0{2 * algorithm.nbytes}x}",
             "algorithm": algorithm.name,
             "block_size": self.blocks.size,
             "blocks": base64.b64encode(algorithm.pack(self.blocks.checksums)).decode("ascii"),
         }
+
+
+def _whole(size: int, blocks: Blocks) -> int:
+    """Returns the checksum of all bytes of a file."""
+    lengths = _lengths(size, blocks.size)
+    return blocks.algorithm.combine(zip(blocks.checksums, lengths, strict=True))
 
 
 def _lengths(size: int, block: int) -> list[int]:
@@ -99,36 +101,22 @@ def _lengths(size: int, block: int) -> list[int]:
     return [block] * whole + ([rest] if rest else [])
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileManifest:
-    """The job and the files of a folder, as its manifest names them.
-
-    Attributes:
-        job: The job that committed the folder: sixteen hexadecimal digits.
-        files: The files by their names, relative to the folder.
-    """
-
-    job: str
-    files: Mapping[str, StoredFile]
-
-
-def manifest_bytes(folder: str, manifest: FileManifest) -> bytes:
+def manifest_bytes(folder: str, job: str, files: Mapping[str, StoredFile]) -> bytes:
     """Returns the bytes of a manifest, with all names and objects relative to the folder.
 
     Args:
         folder: The folder's key, without a slash at its end.
-        manifest: The contents of the manifest.
+        job: The job that commits the folder: sixteen hexadecimal digits.
+        files: The files by their names, relative to the folder.
     """
     described = {
-        name: file.described(beneath(folder, file.key))
-        for name, file in sorted(manifest.files.items())
+        name: file.described(beneath(folder, file.key)) for name, file in sorted(files.items())
     }
-    content = {"format": "cloudckpt files", "version": 1, "job": manifest.job, "files": described}
-    return _sealed(content)
+    return _sealed({"format": "cloudckpt files", "version": 1, "job": job, "files": described})
 
 
-def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> FileManifest:
-    """Parses and verifies the bytes of a manifest.
+def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> dict[str, StoredFile]:
+    """Parses and verifies the bytes of a manifest; returns the files by name.
 
     Args:
         data: The bytes of the manifest.
@@ -138,20 +126,13 @@ def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> FileManifes
     Raises:
         CheckpointCorruptError: If the bytes are damaged, invalid, or of a newer version.
     """
-    below = inside(folder)
-    content = _opened(data, "cloudckpt files", uri)
-    files, job = content.get("files"), content.get("job")
-    if not isinstance(files, dict) or not isinstance(job, str):
+    files = _opened(data, "cloudckpt files", uri).get("files")
+    if not isinstance(files, dict):
         raise CheckpointCorruptError(
-            "invalid manifest: it lists no files or names no job; write the folder again, or "
-            "load an older checkpoint",
-            uri=uri,
+            "the manifest lists no files: restore it, or load an older checkpoint", uri=uri
         )
-    read = {
-        checked(name, uri): _file(below + checked(_text(described, "object"), uri), described, uri)
-        for name, described in files.items()
-    }
-    return FileManifest(job=job, files=read)
+    below = inside(folder)
+    return {checked(name, uri): _file(below, described, uri) for name, described in files.items()}
 
 
 def record_bytes(file: StoredFile) -> bytes:
@@ -162,8 +143,7 @@ def record_bytes(file: StoredFile) -> bytes:
 
 def read_record(data: bytes | bytearray, uri: str) -> StoredFile:
     """Parses and verifies the bytes of a record; errors as of :func:`read_manifest`."""
-    content = _opened(data, "cloudckpt file", uri)
-    return _file(checked(_text(content, "object"), uri), content, uri)
+    return _file("", _opened(data, "cloudckpt file", uri), uri)
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
@@ -171,55 +151,48 @@ def _sealed(content: dict[str, Any]) -> bytes:
 
 
 def _opened(data: bytes | bytearray, kind: str, uri: str) -> dict[str, Any]:
+    """Parses a manifest or a record, and checks its format and version."""
     line = unsealed(data, uri)
     try:
         content = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        if content["format"] != kind:
+            raise ValueError(f"the format is not {kind!r}")
+        version = content["version"]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointCorruptError(
-            "invalid manifest or record: it is not JSON; restore it, or load an older checkpoint",
+            "this is not a manifest or record of cloudckpt: restore it, or load an older "
+            "checkpoint",
             uri=uri,
             cause=error,
         ) from error
-    if not isinstance(content, dict) or content.get("format") != kind:
+    if version != 1:
         raise CheckpointCorruptError(
-            f"invalid manifest or record: its format is not {kind!r}; restore it, or load an older "
-            "checkpoint",
+            f"the manifest or record has version {version!r}, which this cloudckpt can't read: "
+            "install a newer one",
             uri=uri,
         )
-    if content.get("version") != 1:
-        raise CheckpointCorruptError(
-            f"the manifest or record has version {content.get('version')!r}, which this "
-            "cloudckpt can't read: install a newer one",
-            uri=uri,
-        )
-    return content
+    return dict(content)
 
 
-def _text(described: object, name: str) -> object:
-    return described.get(name) if isinstance(described, dict) else None
-
-
-def _file(key: str, described: dict[str, Any], uri: str) -> StoredFile:
+def _file(below: str, described: Any, uri: str) -> StoredFile:
+    """Makes a file from its description, whose object is named relative to ``below``."""
     try:
         algorithm = ALGORITHMS[described["algorithm"]]
         size, block_size = described["size"], described["block_size"]
         if type(size) is not int or type(block_size) is not int or size < 0 or block_size < 1:
             raise ValueError("the size of the file or of its blocks is not a number of bytes")
-        packed = base64.b64decode(described["blocks"], validate=True)
-        checksums = algorithm.unpack(packed)
+        checksums = algorithm.unpack(base64.b64decode(described["blocks"], validate=True))
         if len(checksums) != -(-size // block_size):
             raise ValueError("the file does not have as many blocks as its size says")
-        lengths = _lengths(size, block_size)
-        whole = algorithm.combine(zip(checksums, lengths, strict=True))
-        if whole != int(described["checksum"], 16):
+        blocks = Blocks(algorithm, block_size, checksums)
+        if _whole(size, blocks) != int(described["checksum"], 16):
             raise ValueError("the checksum of the file does not match those of its blocks")
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        name = described["object"]
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(
-            f"invalid description of the file {key}: restore the manifest, or load an older "
-            "checkpoint",
+            "the description of a file in the manifest or record is invalid: restore the manifest, "
+            "or load an older checkpoint",
             uri=uri,
             cause=error,
         ) from error
-    return StoredFile(
-        key=key, size=size, checksum=whole, blocks=Blocks(algorithm, block_size, checksums)
-    )
+    return StoredFile(key=below + checked(name, uri), size=size, blocks=blocks)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 from cloudckpt.checkpoint.file_folder import (
     MANIFEST,
@@ -23,12 +21,10 @@ from cloudckpt.checkpoint.file_folder import (
     record_name,
 )
 from cloudckpt.checkpoint.objects import is_drawn_name
-from cloudckpt.checksum import Blocks
 from cloudckpt.errors import ObjectNotFoundError
 from cloudckpt.integrations.torch_checkpointing.manifest import (
     MOST_MANIFEST_BYTES,
     MOST_RECORD_BYTES,
-    FileManifest,
     StoredFile,
     beneath,
     read_manifest,
@@ -37,25 +33,7 @@ from cloudckpt.integrations.torch_checkpointing.manifest import (
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["VisibleFile", "VisibleFiles"]
-
-
-@dataclass(frozen=True)
-class VisibleFile:
-    """A file that a job sees.
-
-    Attributes:
-        kind: Whether the file belongs to a committed folder, is this job's own in a temporary
-            folder, or is an object at its own key, so that other programs see it, too.
-        object: The key of the object with its bytes.
-        size: Its bytes.
-        blocks: The checksums of its bytes; None for a plain file.
-    """
-
-    kind: Literal["committed", "pending", "plain"]
-    object: str
-    size: int
-    blocks: Blocks | None = None
+__all__ = ["VisibleFiles"]
 
 
 class VisibleFiles:
@@ -71,7 +49,7 @@ class VisibleFiles:
         self._store = store
         self._job = job
         self._retrier = retrier
-        self._manifests: dict[str, tuple[str, FileManifest]] = {}
+        self._manifests: dict[str, tuple[str, dict[str, StoredFile]]] = {}
 
     def exists(self, key: str) -> bool:
         """Returns whether a key is that of a file, or of a folder with files."""
@@ -85,7 +63,7 @@ class VisibleFiles:
             name.startswith(f"{beneath(folder, key)}/")
             for folder in folders_above(key)
             if (manifest := self.manifest(folder)) is not None
-            for name in manifest[1].files
+            for name in manifest[1]
         )
 
     def names(self, key: str) -> list[str]:
@@ -100,7 +78,7 @@ class VisibleFiles:
                 begin = inside(beneath(folder, key))
                 found |= {
                     name.removeprefix(begin).partition("/")[0]
-                    for name in manifest[1].files
+                    for name in manifest[1]
                     if name.startswith(begin)
                 }
         for entry in self._store.list_level(inside(key), self._retrier.call):
@@ -126,21 +104,26 @@ class VisibleFiles:
             return name_of_record(name)[1] == self._job
         return bool(name) and not is_content_name(name) and not is_drawn_name(name)
 
-    def find(self, key: str) -> VisibleFile | None:
-        """Returns the committed, pending or plain file at a key; None if there is no file."""
+    def committed(self, key: str) -> StoredFile | None:
+        """Returns the file at a key that the manifest of a folder above it names, if any."""
         for folder in folders_above(key):
             manifest = self.manifest(folder)
-            file = None if manifest is None else manifest[1].files.get(beneath(folder, key))
-            if file is not None:
-                return VisibleFile("committed", file.key, file.size, file.blocks)
-        with contextlib.suppress(ObjectNotFoundError):
-            file = self.record(record_name(key, self._job))
-            return VisibleFile("pending", file.key, file.size, file.blocks)
-        with contextlib.suppress(ObjectNotFoundError):
-            return VisibleFile("plain", key, self._retrier.call(lambda: self._store.head(key)).size)
+            if manifest is not None and (file := manifest[1].get(beneath(folder, key))):
+                return file
         return None
 
-    def existing(self, key: str) -> VisibleFile:
+    def find(self, key: str) -> StoredFile | None:
+        """Returns the committed, pending or plain file at a key; None if there is no file."""
+        if (file := self.committed(key)) is not None:
+            return file
+        with contextlib.suppress(ObjectNotFoundError):
+            return self.record(record_name(key, self._job))
+        with contextlib.suppress(ObjectNotFoundError):
+            size = self._retrier.call(lambda: self._store.head(key)).size
+            return StoredFile(key=key, size=size, blocks=None)
+        return None
+
+    def existing(self, key: str) -> StoredFile:
         """Returns the file at a key, as :meth:`find` does.
 
         Raises:
@@ -161,8 +144,8 @@ class VisibleFiles:
         data, _ = self._retrier.call(lambda: self._store.get(key, limit=MOST_RECORD_BYTES))
         return read_record(data, self._store.uri(key))
 
-    def manifest(self, folder: str) -> tuple[str, FileManifest] | None:
-        """Reads a folder's manifest, with its version; None if the folder is not committed.
+    def manifest(self, folder: str) -> tuple[str, dict[str, StoredFile]] | None:
+        """Returns the version of a folder's manifest, and its files; None if it has no manifest.
 
         Raises:
             CheckpointCorruptError: If the manifest is damaged.
