@@ -6,9 +6,8 @@ import dataclasses
 import functools
 import io
 import itertools
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -45,8 +44,6 @@ __all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
 
 _T = TypeVar("_T")
 
-_BATCH = 16 * 1024 * 1024  # bytes
-
 _Target = tuple[ReadItem, torch.Tensor]
 """A tensor of this rank, and the part of the whole tensor that it is filled with."""
 
@@ -70,8 +67,8 @@ class BroadcastingTorchSaveReader(OurReader):
 
     Use it with :class:`~cloudckpt.format_utils.DynamicMetaLoadPlanner` (or torch's), in
     ``cloudckpt.load`` or in ``torch.distributed.checkpoint.load``, to load the file into state
-    dicts of any sharding. The reading rank needs host memory for the whole file; the other ranks
-    need memory for 16 MiB, or one larger tensor of it, besides their state.
+    dicts of any sharding. Besides their state, the reading rank needs host memory for the whole
+    file, and the other ranks for one tensor of it at a time.
 
     If a rank fails, all ranks stop before the next tensors, and raise. All ranks of the default
     process group must load.
@@ -218,39 +215,35 @@ class BroadcastingTorchSaveReader(OurReader):
         return future
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Broadcasts the tensors in batches, each when all ranks are ready for it."""
+        """Broadcasts one tensor after the other, each when all ranks are ready for it."""
         meeting = Meeting.of(None, no_dist=script.world == 1)
         device = "cpu" if meeting.group is None else device_for_collectives(meeting.group)
         targets = _on_all(meeting, lambda: self._targets(script, plan, planner))
-        landed: dict[str, torch.Tensor] = {}
-        for names in (*_batches(script.tensors), ()):  # the last one only fills
-            prepare = functools.partial(self._next, script, names, landed, targets, device)
-            landed = _on_all(meeting, prepare)
-            if meeting.group is not None:
-                self._broadcast(landed)
+        last: dict[str, torch.Tensor] = {}
+
+        def fill_last() -> None:
+            """Fills this rank's parts of the tensor that was broadcast last, and releases it."""
+            for fqn, whole in last.items():
+                for item, tensor in targets.get(fqn, ()):
+                    copy_into(tensor, whole[_region(item)])
+            last.clear()
+
+        def make_room(fqn: str) -> torch.Tensor:
+            fill_last()  # before there is room for the next
+            return self._room(fqn, *script.tensors[fqn], device)
+
+        for fqn in script.tensors:
+            last[fqn] = _on_all(meeting, functools.partial(make_room, fqn))
+            if meeting.group is not None and last[fqn].numel():
+                whole = last[fqn].reshape(-1).view(torch.uint8)
+                dist.broadcast(whole, src=self.coordinator_rank)
+                del whole
+        _on_all(meeting, fill_last)
         for item, tensor in itertools.chain.from_iterable(targets.values()):
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(script.values[item.storage_index.fqn]))
-
-    def _next(
-        self,
-        script: _Script,
-        names: Iterable[str],
-        landed: dict[str, torch.Tensor],
-        targets: Mapping[str, Sequence[_Target]],
-        device: str,
-    ) -> dict[str, torch.Tensor]:
-        """Fills this rank's tensors with those that were broadcast; returns the next of these."""
-        _fill(landed, targets)
-        landed.clear()  # before there is room for the next
-        return {fqn: self._room(fqn, *script.tensors[fqn], device) for fqn in names}
-
-    def _broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for whole in tensors.values():
-            if whole.numel():
-                dist.broadcast(whole.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
 
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
@@ -314,27 +307,6 @@ def _on_all(meeting: Meeting, prepare: Callable[[], _T]) -> _T:
     if any(status.failure is not None for status in statuses):
         raise TransferCancelledError("cancelled, because another rank has failed")
     return made
-
-
-def _fill(landed: Mapping[str, torch.Tensor], targets: Mapping[str, Sequence[_Target]]) -> None:
-    """Copies whole tensors into this rank's parts of them."""
-    for fqn, whole in landed.items():
-        for item, tensor in targets.get(fqn, ()):
-            copy_into(tensor, whole[_region(item)])
-
-
-def _batches(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[list[str]]:
-    """Yields the names of tensors for which ranks meet once: up to 16 MiB, or a larger one."""
-    names, total = list[str](), 0
-    for name, (dtype, shape) in tensors.items():
-        nbytes = math.prod(shape) * dtype.itemsize
-        if names and total + nbytes > _BATCH:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += nbytes
-    if names:
-        yield names
 
 
 def _region(item: ReadItem) -> tuple[slice, ...]:
