@@ -119,7 +119,7 @@ def export_checkpoint(
     config = config_or_default(config)
     checkpoint, uri = CheckpointURI.parse(source), model_location(target)
     if checkpoint == uri:
-        raise InvalidURIError(f"{uri} is both the checkpoint and the target: choose another target")
+        raise InvalidURIError(f"{uri} is both the source and the target: choose another target")
     there = look_for_older(View(uri, config))
     found = _Source(checkpoint, config, key_mapping, dtype)
     files = plan_files(found.tensors, bytes_of_size(max_shard_size), fqn_to_file)

@@ -30,7 +30,7 @@ from cloudckpt.transfer.parts import PartPlan, Piece, choose_part_size
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload
+from cloudckpt.transfer.upload import NamedUpload
 
 __all__ = ["FileUpload", "RankWork", "least_part", "plan_work", "send_work"]
 
@@ -194,7 +194,7 @@ def _chunks(content: Sequence[bytes | TensorPlan]) -> list[Chunk]:
     return [chunk for one in content if isinstance(one, TensorPlan) for chunk in one.chunks]
 
 
-class FileUpload(ObjectUpload):
+class FileUpload(NamedUpload):
     """An upload of a file whose parts any rank may send; :meth:`appear` makes it visible."""
 
     def __init__(
@@ -203,10 +203,10 @@ class FileUpload(ObjectUpload):
         """Makes an upload, which continues ``upload`` if that is given; sends no request.
 
         Args:
-            *args: Arguments of :class:`~cloudckpt.transfer.upload.ObjectUpload`.
+            *args: Arguments of :class:`~cloudckpt.transfer.upload.NamedUpload`.
             upload: The upload, if it was begun before, possibly by another process.
             first: The number of the first part that :meth:`write` makes.
-            **options: Options of :class:`~cloudckpt.transfer.upload.ObjectUpload`.
+            **options: Options of :class:`~cloudckpt.transfer.upload.NamedUpload`.
         """
         super().__init__(*args, **options)
         self._upload = upload
@@ -259,10 +259,6 @@ class FileUpload(ObjectUpload):
         self._sent = list(parts)
         self.position = sum(part.size for part in parts)
         self._complete()
-
-    def abandon(self) -> None:
-        """Aborts the upload; an existing object at the key stays."""
-        self.abort()
 
 
 def send_work(
