@@ -1,9 +1,7 @@
 """A model is there whole, or not at all: whoever dies when, and whoever else saves or loads."""
 
 import contextlib
-import functools
 import json
-import random
 import threading
 import uuid
 import warnings
@@ -27,7 +25,8 @@ from cloudckpt.errors import (
 from cloudckpt.hf.safetensors import INDEX, SINGLE_FILE
 from cloudckpt.stores import registry
 from cloudckpt.transfer import retry
-from runs.interleavings import Actor, KilledError
+from runs import interleavings
+from runs.interleavings import KilledError, try_one, worlds  # noqa: F401 - a fixture
 from support import memory_store
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
@@ -65,8 +64,8 @@ def changes(request: str) -> bool:
 class World:
     """A place in memory, and those who reach it, each by options of its own."""
 
-    def __init__(self) -> None:
-        name = uuid.uuid4().hex
+    def __init__(self, name: str | None = None) -> None:
+        name = name or uuid.uuid4().hex
         self.uri = f"memory://{name}/model"
         self.plain = MemoryStore(name)
         self.gates = []  # the others reach the store without one
@@ -380,117 +379,71 @@ def test_a_file_beside_which_nobody_can_look_is_kept(world, error, raised) -> No
 _NOT_THERE = (CheckpointNotFoundError, CheckpointReplacedError, ConnectionLostError)
 
 
-class Interleaving:
-    """Some save and load at the same time; whose request is next is drawn."""
+class Together(interleavings.World):
+    """Jobs that save a model to one location, and others that load it meanwhile."""
 
-    def __init__(self, here: World, seed: int) -> None:
-        self.here, self.rng = here, random.Random(seed)
+    def __init__(self, seed: int) -> None:
         self.outcomes: dict[int, BaseException | None] = {}
-        self.history: list[str] = []
-        self.actors: list[Actor] = []
-        shapes = list(SHAPES)
-        self.first = self.rng.choice([None, *shapes])
-        if self.first is not None:
-            here.save(1, self.first)
-        for step in range(2, self.rng.choice([4, 5])):
-            self._add(f"save-{step}", self._saver(step, self.rng.choice(shapes[:3])))
-        self._add("load", self._loader)
-        self.doomed = {
-            actor: self.rng.randint(1, 30) for actor in self.actors if self.rng.random() < 0.2
-        }
+        super().__init__(seed, kinds=("save", "load"))
+        self.first, self.before = self._begin, self.rng.choice([None, *SHAPES])
 
-    def _add(self, name: str, work) -> None:
-        actor = Actor(name, lambda _: None)
-        actor.work = lambda config: work(functools.partial(self._gate, actor))
-        self.actors.append(actor)
+    def _begin(self, config) -> None:
+        self.here = World(self.name)
+        self.here.config = lambda given=None: given or config
+        if self.before is not None:
+            self.here.save(1, self.before)
 
-    def _gate(self, actor: Actor, request: str) -> None:
-        actor.gate()
-        self.history[-1] += f": {request}"
-        if self.rng.random() < 0.01:
-            raise ConnectionLostError("the request was lost", uri=self.here.uri)
+    def save(self, number, base=None):
+        step, shape = len(self.outcomes) + 2, self.rng.choice([*SHAPES][:3])
+        self.outcomes[step] = KilledError()
 
-    def _saver(self, step: int, shape: str):
-        def work(gate) -> None:
-            self.outcomes[step] = KilledError()
-            try:
-                self.here.save(step, shape, gate)
-            except Exception as error:
-                self.outcomes[step] = error
-                if not isinstance(error, (CheckpointConflictError, StoreError, CommitUnknownError)):
-                    raise
-            else:
-                self.outcomes[step] = None
+        def work(config) -> None:
+            self.outcomes[step] = error_of(
+                lambda: self.here.save(step, shape, config=config),
+                (CheckpointConflictError, StoreError, CommitUnknownError),
+            )
 
         return work
 
-    def _loader(self, gate) -> None:
-        for _ in range(3):
-            with contextlib.suppress(*_NOT_THERE):
-                self.here.load(gate)
+    def load(self, number):
+        def work(config) -> None:
+            for _ in range(3):
+                error_of(lambda: self.here.load(config), _NOT_THERE)
 
-    def run(self) -> None:
-        for actor in self.actors:
-            threading.Thread(target=self._act, args=(actor,)).start()
-            actor.at_gate.acquire()
-        turns = dict.fromkeys(self.actors, 0)
-        try:
-            while live := [actor for actor in self.actors if not actor.has_ended]:
-                # mostly the same one goes on: else all are always in the midst of it
-                going_on = self.history and self.rng.random() < 0.7
-                last = [one for one in live if going_on and self.history[-1].startswith(one.name)]
-                actor = self.rng.choice(last or live)
-                turns[actor] += 1
-                actor.is_dead = self.doomed.get(actor) == turns[actor]
-                self.history.append(f"{actor.name}{' †' * actor.is_dead}")
-                actor.go.release()
-                actor.at_gate.acquire()
-                if ": " in self.history[-1] and changes(self.history[-1].partition(": ")[2]):
-                    self.here.look()
-        finally:
-            for actor in self.actors:
-                actor.is_dead = True
-                actor.go.release()
-        for actor in self.actors:
-            if actor.error is not None:
-                raise actor.error
-        self._check_end()
+        return work
 
-    def _act(self, actor: Actor) -> None:
-        try:
-            actor.gate()
-            actor.work(None)
-        except KilledError:
-            pass
-        except BaseException as error:  # noqa: BLE001 - raised by the test
-            actor.error = error
-        actor.has_ended = True
-        actor.at_gate.release()
+    def check(self) -> None:
+        if not self.is_checked:
+            self.is_checked = True
+            self.undisturbed(lambda config: self.here.look())
 
-    def _check_end(self) -> None:
+    def check_end(self) -> None:
+        self.undisturbed(lambda config: self._check_outcomes())
+
+    def _check_outcomes(self) -> None:
         if any("†" in line for line in self.history):
             self.here.look()
         else:
-            self._check_outcomes(self.here.seen())
+            seen, errors = self.here.seen(), self.outcomes.values()
+            unknown = (CommitUnknownError, type(None))
+            failed = {step for step, e in self.outcomes.items() if not isinstance(e, unknown)}
+            assert seen not in failed, f"step {seen} is there, and its save has failed"
+            assert seen in self.outcomes or any(errors)
         self.here.save(99, "two files")
         assert self.here.seen() == 99
 
-    def _check_outcomes(self, seen: int | None) -> None:
-        certain = {
-            step
-            for step, error in self.outcomes.items()
-            if isinstance(error, CloudCheckpointError) and not isinstance(error, CommitUnknownError)
-        }
-        assert seen not in certain, f"step {seen} is there, and its save has failed"
-        if not certain and all(error is None for error in self.outcomes.values()):
-            assert seen in self.outcomes
+
+def error_of(work, expected) -> CloudCheckpointError | None:
+    """The error that is raised, which must be one of those that are expected."""
+    try:
+        work()
+    except expected as error:
+        return error
+    except CloudCheckpointError as error:
+        raise AssertionError(repr(error)) from error
+    return None
 
 
-def test_no_interleaving_shows_anybody_a_mix_of_two_models(world) -> None:
-    for seed in range(40):
-        one = Interleaving(world(), seed)
-        try:
-            one.run()
-        except Exception as error:
-            story = "\n".join(one.history)
-            raise AssertionError(f"seed {seed}: {error!r}\n{story}") from error
+def test_no_interleaving_shows_anybody_a_mix_of_two_models(worlds) -> None:  # noqa: F811
+    for seed in range(60):
+        try_one(lambda seed: worlds(seed, kind=Together), seed)
