@@ -96,7 +96,7 @@ def save_state(
     """
     place, config = CheckpointURI.parse(uri), config or chosen_config() or Config()
     retention = Retention(max_to_keep=max_to_keep)
-    step = _step_of(place)
+    step = StepNames(DEFAULT_PATTERN).step(place.folder)
     if max_to_keep is not None and step is None:
         raise ConfigError(
             "max_to_keep= needs a location whose name ends in a step, such as step-10",
@@ -196,14 +196,10 @@ def _saves_of(accelerator: Any, config: Config) -> Saves:
     return _saves[accelerator]
 
 
-def _step_of(place: CheckpointURI) -> int | None:
-    """Returns the step of a checkpoint by the name of its folder; None if it is another name."""
-    return StepNames(DEFAULT_PATTERN).step(place.prefix.rpartition("/")[2])
-
-
 def _call_hooks(accelerator: Any, state: dict[str, Any], folder: str) -> set[str]:
     """Calls the hooks of a save; returns the names of the models that hooks save themselves."""
-    models = {} if _is_fsdp(accelerator) else _models_in(state)
+    models = {name: value for name, value in state.items() if name.startswith("model_")}
+    models = {} if _is_fsdp(accelerator) else models
     left = list(models.values())
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, left, folder)
@@ -294,11 +290,6 @@ def _own_folder(meeting: Meeting, stack: contextlib.ExitStack) -> str:
     return meeting.begin(
         lambda: stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-"))
     )
-
-
-def _models_in(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state dicts of the models."""
-    return {name: value for name, value in state.items() if name.startswith("model_")}
 
 
 def _put_own(own: PerRank[Any], folder: str, uri: str, rank: int) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -23,6 +24,7 @@ from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpointer import (
     Checkpointer,
     CheckpointerConfig,
+    SaveFuture,
     make_async_checkpointer,
     make_sync_checkpointer,
 )
@@ -46,8 +48,8 @@ class Saves:
     """Saves one checkpoint after another; all ranks that save together must make the same calls.
 
     There is at most one save in the background, in a thread: a saving process could often not
-    import the framework's script. Deletions wait until the save is committed, so that there is
-    always a committed checkpoint.
+    import the framework's script. Deletions take place when the save is committed, so that there
+    is always a committed checkpoint.
 
     Attributes:
         asynchronous: Whether saves run in the background.
@@ -71,8 +73,10 @@ class Saves:
             step_name: The pattern of the steps' folder names.
         """
         self.asynchronous = asynchronous
+        # a single rank needs no process groups, whose threads would outlive its saves
+        is_alone = no_dist or (dist.is_initialized() and dist.get_world_size() == 1)
         self._options = CheckpointerConfig(
-            config=config, no_dist=no_dist, kind=AsyncCheckpointerType.THREAD, stager=stager
+            config=config, no_dist=is_alone, kind=AsyncCheckpointerType.THREAD, stager=stager
         )
         self._step_name = step_name
         self._meeting = Meeting.of(None, no_dist)
@@ -80,7 +84,7 @@ class Saves:
         self._resumed: dict[CheckpointURI, int] = {}  # the step of each run that was loaded
         self._checkpointer: Checkpointer | None = None
         self._saves_into: OwnLine | None = None  # the run that the checkpointer saves into
-        self._left: list[Callable[[], object]] = []
+        self._written: SaveFuture | None = None  # the last background save
 
     def configure(self, config: Config) -> None:
         """Uses other options for the next saves and loads."""
@@ -191,7 +195,8 @@ class Saves:
                 step=step if named is None else named, job=job, continues=continues
             )
             more["base"], line.base = line.base, None
-        self._checkpointer_for(line).save(uri, state, **more)
+        futures = self._checkpointer_for(line).save(uri, state, **more)
+        self._written = None if futures is None else futures[1]
 
     def _checkpointer_for(self, line: OwnLine | None) -> Checkpointer:
         """Returns the checkpointer that checks a line's claim before each commit."""
@@ -204,14 +209,16 @@ class Saves:
         return self._checkpointer
 
     def then(self, act: Callable[[], object]) -> None:
-        """Calls ``act`` when the last save is committed: now, or in a later call of this object.
+        """Calls ``act`` when the last save is committed: now, or in the thread that saves.
 
         If the save fails, ``act`` is not called.
         """
-        if self.asynchronous and self._checkpointer is not None:
-            self._left.append(act)
-        else:
+        if self._written is None:
             act()
+        else:
+            self._written.add_done_callback(
+                lambda written: act() if written.exception() is None else None
+            )
 
     def finish(self) -> None:
         """Waits until the last save is committed.
@@ -219,11 +226,8 @@ class Saves:
         Raises:
             CloudCheckpointError: If the save failed; raised on all ranks.
         """
-        left, self._left = self._left, []
         if self._checkpointer is not None:
             self._checkpointer.wait()
-        for act in left:
-            act()
 
     def close(self) -> None:
         """Waits until the last save is committed, and releases threads and memory.
