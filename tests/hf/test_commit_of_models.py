@@ -292,6 +292,8 @@ def test_a_save_outlives_passing_faults_and_undoes_itself_at_lasting_ones(
     for calls in ([1], [2], [1, 2], None):
         here = world()
         here.save(1, "three files")
+        names = (SINGLE_FILE, "model-00001-of-00002.safetensors")
+        others = [here.plain.create_upload(f"model/{name}", 64) for name in names]
         config, store = here.faulty()
         store.fail(verb, ConnectionLostError, calls=calls, when=when)
         try:
@@ -306,9 +308,10 @@ def test_a_save_outlives_passing_faults_and_undoes_itself_at_lasting_ones(
         else:
             assert here.seen() == 2
             if (verb, when) != ("create_upload", "after"):  # which only a sweep can find
-                assert not list(here.plain.list_uploads(""))
+                assert len([*here.plain.list_uploads("")]) == len(others)
             here.save(3, "two files")
             assert here.seen() == 3
+        assert {*others} <= {*here.plain.list_uploads("")}
 
 
 @pytest.mark.parametrize("theirs", ["one file", "two files"])
