@@ -37,7 +37,7 @@ OF_THE_INTERPRETER := tests/stores/test_long_reads.py tests/checkpoint/test_pick
 OF_TORCH := tests/dcp/test_interoperability.py tests/dcp/test_tensor_kinds.py \
 	tests/dcp/test_tensor_protocol.py tests/dcp/test_global_plan.py tests/dcp/test_outline.py \
 	tests/dcp/test_options.py tests/dcp/test_install.py tests/checkpoint/test_index.py \
-	tests/checkpoint/test_metadata.py tests/checkpoint/test_torch_private.py \
+	tests/checkpoint/test_torch_private.py \
 	tests/background/test_saver.py tests/runs/test_manager.py tests/cli/test_commands.py \
 	tests/cli/test_converting.py tests/torch_files/test_format_utils.py \
 	tests/torch_files/test_experimental.py

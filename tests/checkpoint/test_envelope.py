@@ -14,14 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloudckpt.checkpoint import envelope as envelope_module
-from cloudckpt.checkpoint.envelope import envelope, has_stored_form
+from cloudckpt.checkpoint.envelope import envelope, unwarned
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.errors import UnsupportedTensorError
 from support.pickles import saved
 
 GIB = 1 << 30
-PATIENCE = 60  # seconds
 
 
 def torch_saves(dtype):
@@ -141,39 +139,21 @@ def test_the_envelope_of_equal_tensors_is_made_once():
     assert envelope(torch.float32, (5, 6)) is envelope(torch.float32, (5, 6))
 
 
-def test_the_filters_of_warnings_stay_as_they_are_whatever_threads_do(monkeypatch):
-    """The one thread ends while the other is still inside, unless that one had to wait."""
-    second_came, first_left = threading.Event(), threading.Event()
-    reduce_ex = torch.Tensor.__reduce_ex__
+def test_the_filters_of_warnings_stay_as_they_are_whatever_threads_do():
+    """The one thread ends while the other is still inside, unless that one has to wait."""
+    second_came, first_left, before = threading.Event(), threading.Event(), list(warnings.filters)
 
-    class Lock:
-        lock = threading.Lock()
-
-        def __enter__(self):
-            if not self.lock.acquire(blocking=False):
-                second_came.set()
-                self.lock.acquire()
-
-        def __exit__(self, *_):
-            self.lock.release()
-
-    def slow(tensor, protocol):
-        if tensor.dtype is torch.float32:
-            second.start()
-            assert second_came.wait(PATIENCE)
-        else:
+    def enter():
+        with unwarned():
             second_came.set()
-            assert first_left.wait(PATIENCE)
-        return reduce_ex(tensor, protocol)
+            assert first_left.wait(60)
 
-    monkeypatch.setattr(envelope_module, "_one_at_a_time", Lock(), raising=False)
-    monkeypatch.setattr(torch.Tensor, "__reduce_ex__", slow)
-    envelope_module._description.cache_clear()
-    before = list(warnings.filters)
-    second = threading.Thread(target=has_stored_form, args=(torch.float64,))
-    assert has_stored_form(torch.float32)
+    second = threading.Thread(target=enter)
+    with unwarned():
+        second.start()
+        assert not second_came.wait(0.2)
     first_left.set()
-    second.join(PATIENCE)
+    second.join(60)
     assert warnings.filters == before
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from cloudckpt.checkpoint.objects import (
-    METADATA,
     checked,
     data_name,
     is_drawn_name,
@@ -30,18 +29,6 @@ def test_a_name_that_leads_elsewhere_or_is_no_text_is_refused(name):
     with pytest.raises(CheckpointCorruptError) as caught:
         checked(name, "s3://bucket/run")
     assert caught.value.uri == "s3://bucket/run"
-
-
-def test_no_two_objects_of_a_save_share_a_name():
-    names = {
-        data_name(rank, ordinal, attempt)
-        for rank in range(12)
-        for ordinal in range(12)
-        for attempt in ("a1", "b2")
-    }
-    names |= {trial_name(attempt) for attempt in ("a1", "b2")}
-    assert METADATA == ".metadata"  # torch's
-    assert len(names | {METADATA}) == 12 * 12 * 2 + 2 + 1
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,13 @@ import pytest
 
 from cloudckpt.checkpoint.commit import _elsewhere
 from cloudckpt.checkpoint.objects import WrittenObject, look_for
-from cloudckpt.config import RetryPolicy
+from cloudckpt.config import Config, RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
     ConnectionLostError,
     DifferentCheckpointsError,
     ServerError,
 )
-from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
@@ -47,10 +45,9 @@ def written(store, uri):
 
 
 def look(store, uri, records, *, width=4):
-    group = TaskGroup(width)
-    retrier = Retrier(RetryPolicy(attempts=3, base=0.0, cap=0.0), group.cancellation)
-    wrong = functools.partial(_elsewhere, uri)
-    group.run(lambda: look_for(store, uri, records, group, retrier, wrong))
+    retry = RetryPolicy(attempts=3, base=0.0, cap=0.0)
+    config = Config(retry=retry, connections=width)
+    look_for(store, uri, records, config, functools.partial(_elsewhere, uri))
 
 
 @pytest.mark.parametrize(("count", "asked"), [(0, {}), (FEW, {"head": FEW}), (MANY, {"list": 1})])

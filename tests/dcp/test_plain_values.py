@@ -40,7 +40,7 @@ def everything(place: Place, **options):
 @pytest.fixture
 def told(caplog, monkeypatch):
     """What was said of items, by a process that has said nothing before."""
-    monkeypatch.setattr(values, "_told", set())
+    monkeypatch.setattr(values, "_checked", set())
     caplog.set_level(logging.WARNING, logger="cloudckpt")
 
     def messages():

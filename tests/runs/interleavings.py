@@ -411,7 +411,7 @@ class World:
         def committed(store, baseline, hold, config) -> None:
             table = None
             if hold is not None:
-                table = Base(hold.said.record, hold.base.folder)
+                table = Base(hold.commit.record, hold.base.folder)
             written = []
             for rank in range(RANKS):
                 digest = rank, contents[rank]

@@ -69,7 +69,6 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 
@@ -398,16 +397,8 @@ def publish(
         earlier = [record for record in objects if record.name in kept]
         known = kept.union(own)
         others = [record for record in objects if record.name not in known]
-        group = TaskGroup(
-            config.requests_at_once, name="cloudckpt-commit", interrupt=store.interrupt
-        )
-        look = Retrier(config.retry, group.cancellation)
-
-        def look_for_others() -> None:
-            look_for(store, uri, others, group, look, functools.partial(_elsewhere, uri))
-            look_for(store, uri, earlier, group, look, functools.partial(_gone, uri))
-
-        group.run(look_for_others)
+        look_for(store, uri, others, config, functools.partial(_elsewhere, uri))
+        look_for(store, uri, earlier, config, functools.partial(_gone, uri))
         trial = uri.key(trial_name(attempt))
         conditional = conditions_work(store, config.conditional_writes, trial, retrier)
         replaced = _replaced(store, baseline, retrier)

@@ -21,15 +21,12 @@ from cloudckpt.checkpoint.objects import METADATA, WrittenObject, checked
 from cloudckpt.checkpoint.record import Record, bound
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import StorageInfo
-from cloudckpt.checkpoint.trailer import Trailer, notes_at_end, pickle_in, record_in
+from cloudckpt.checkpoint.trailer import Trailer, notes_at_end, pickle_in, read_range, record_in
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointReplacedError,
     Damage,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    RangeNotSatisfiableError,
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
@@ -42,8 +39,6 @@ _TAIL = 4 * 1024 * 1024
 """Bytes of the first request: columns of half a million chunks, or all of a small commit object."""
 _MOST_BYTES = 1 << 33
 """Maximum bytes of a commit object: torch's pickle of ten million shards takes some two billion."""
-_PIECE = 64 * 1024 * 1024
-"""Bytes of each further request: a store that claims more than it has takes no more memory."""
 
 
 @dataclass(frozen=True)
@@ -84,36 +79,20 @@ def _fetch(store: ObjectStore, key: str, *, whole: bool) -> Fetched:
     info = store.head(key)
     store.check_size(key, info.size, _MOST_BYTES)
     start = 0 if whole else max(0, info.size - _TAIL)
-    data = _range(store, info, start, info.size)
+    data = read_range(store, info, start, info.size)
     if start:
         trailer = None
         with contextlib.suppress(CheckpointCorruptError):  # a newer version: parsing it raises
             trailer = Trailer.at_end_of(data, store.uri(info.key))
         needed = info.size
-        is_ours = trailer is not None and trailer.size + trailer.behind_pickle == info.size
+        is_ours = trailer is not None and trailer.size + trailer.size_after_pickle == info.size
         if trailer is not None and is_ours and trailer.body_size:
-            needed = trailer.behind_pickle
+            needed = trailer.size_after_pickle
         if needed > len(data):
-            data = _range(store, info, info.size - needed, start) + data
+            data = read_range(store, info, info.size - needed, start) + data
         elif needed < info.size:
             data = data[-needed:]
     return Fetched(info, data)
-
-
-def _range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytearray:
-    data = bytearray()
-    for at in range(start, stop, _PIECE):
-        piece = bytearray(min(_PIECE, stop - at))
-        try:
-            store.get_range(info.key, at, [memoryview(piece)], if_version=info.version)
-        except (PreconditionFailedError, ObjectNotFoundError, RangeNotSatisfiableError) as error:
-            raise CheckpointReplacedError(
-                "the checkpoint was replaced or deleted while its metadata was read; try again",
-                uri=store.uri(info.key.rpartition("/")[0]),
-                cause=error,
-            ) from error
-        data += piece
-    return data
 
 
 @dataclass(frozen=True)
@@ -210,7 +189,7 @@ class CommitObject:
         uri, size, checksum = store.uri(self.info.key), self.trailer.size, 0
         for start in range(0, size, _TAIL):
             stop = min(start + _TAIL, size)
-            piece = retrier.call(functools.partial(_range, store, self.info, start, stop))
+            piece = retrier.call(functools.partial(read_range, store, self.info, start, stop))
             checksum = CRC32C.of(piece, checksum)
         if checksum != self.trailer.crc:
             raise CheckpointCorruptError(

@@ -146,16 +146,18 @@ _plain_properties = _instance_of(TensorProperties)
 _place = _instance_of(StorageInfo)
 _DCP = "torch.distributed.checkpoint.metadata"
 _ENCODING = f"{_DCP}.{MemoryFormat.__name__}"
-_FORMATS = {
-    encoding: getattr(torch, encoding.name.removeprefix("TORCH_").lower())
-    for encoding in MemoryFormat
-}
+
+
+def _format(encoding: MemoryFormat) -> Any:
+    return getattr(torch, encoding.name.removeprefix("TORCH_").lower(), None)
+
+
 _BY_NAME = {  # as Python 3.11.0 writes the members
-    f"{_ENCODING}.{encoding.name}": known for encoding, known in _FORMATS.items()
+    f"{_ENCODING}.{encoding.name}": _format(encoding) for encoding in MemoryFormat
 }
 _CONSTRUCTORS: Mapping[str, Constructor] = {
     **CALLS,
-    _ENCODING: call_of(lambda number: _FORMATS[MemoryFormat(number)], int),
+    _ENCODING: call_of(lambda number: _format(MemoryFormat(number)), int),
     # libraries add fields that torch does not have
     **{f"{_DCP}.{one.__name__}": _instance_of(one, more=True) for one in (Metadata, StorageMeta)},
     **{

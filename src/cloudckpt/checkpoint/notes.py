@@ -13,22 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cloudckpt.checkpoint.objects import METADATA
-from cloudckpt.checkpoint.trailer import MOST_NOTES, TAIL, notes_at_end
+from cloudckpt.checkpoint.trailer import MOST_NOTES, TAIL, notes_at_end, read_range
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigError,
     ObjectNotFoundError,
-    PreconditionFailedError,
-    RangeNotSatisfiableError,
 )
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
-from cloudckpt.transfer.retry import Retrier
+from cloudckpt.stores.base import ObjectStore
+from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.uri import CheckpointURI
 
-__all__ = ["Notes", "continued_from", "metrics_of", "read_notes", "stored_notes"]
-
-_TRIES = 5  # tries to read notes while a checkpoint is being replaced
+__all__ = ["Notes", "continued_from", "metrics_of", "read_notes"]
 
 # JSON has no such numbers
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -176,35 +172,23 @@ def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Note
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
         CheckpointCorruptError: If its notes are damaged.
+        CheckpointReplacedError: If it was replaced meanwhile, again and again.
         StoreError: If the store refuses or stays unreachable.
     """
     key = uri.key(METADATA)
-    for left in reversed(range(_TRIES)):
-        try:
-            data = retrier.call(lambda: stored_notes(store, store.head(key)))
-            break
-        except ObjectNotFoundError as error:
-            raise CheckpointNotFoundError(
-                "there is no committed checkpoint here: check the location", uri=str(uri)
-            ) from error
-        except (PreconditionFailedError, RangeNotSatisfiableError):  # it was replaced meanwhile
-            if not left:
-                raise
+
+    def read() -> bytes:
+        commit = store.head(key)
+        start = max(0, commit.size - TAIL)
+        return notes_at_end(read_range(store, commit, start, commit.size), store.uri(key))
+
+    try:
+        data = retry_if_replaced(lambda: retrier.call(read))
+    except ObjectNotFoundError as error:
+        raise CheckpointNotFoundError(
+            "there is no committed checkpoint here: check the location", uri=str(uri)
+        ) from error
     return Notes.from_json(data, store.uri(key))
-
-
-def stored_notes(store: ObjectStore, commit: ObjectInfo) -> bytes:
-    """Reads the notes at the end of a commit object, as bytes.
-
-    Raises:
-        CheckpointCorruptError: If the notes are damaged.
-        StoreError: If the store refuses, or the object was replaced.
-    """
-    tail = bytearray(min(TAIL, commit.size))
-    if tail:
-        start = commit.size - len(tail)
-        store.get_range(commit.key, start, [memoryview(tail)], if_version=commit.version)
-    return notes_at_end(tail, store.uri(commit.key))
 
 
 def _plain(value: Any) -> Any:

@@ -110,9 +110,9 @@ class ObjectIndex:
         steps = (self._lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         if steps.to(torch.float64).sum() > 2.0**62:
             raise ValueError("the items are larger than any object")
-        behind = steps.cumsum(0)
-        self._starts = behind - steps
-        if (int(behind[-1]) if count else 0) != end or end % ALIGNMENT:
+        ends = steps.cumsum(0)
+        self._starts = ends - steps
+        if (int(ends[-1]) if count else 0) != end or end % ALIGNMENT:
             raise ValueError("the items do not end where the index begins")
         blocks = torch.full_like(raws, block_size_for(0))
         for power in range(block_size_for(0).bit_length(), block_size_for(_END).bit_length()):
@@ -142,8 +142,8 @@ class ObjectIndex:
         wanted, sizes = column_of(offsets), column_of(lengths)
         # several items may begin at one offset: the last of them, and all others are empty
         first = torch.searchsorted(self._starts, wanted)
-        behind = torch.searchsorted(self._starts, wanted, right=True)
-        numbers = torch.where(sizes > 0, behind - 1, first).clamp(0, len(self._codes) - 1)
+        after = torch.searchsorted(self._starts, wanted, right=True)
+        numbers = torch.where(sizes > 0, after - 1, first).clamp(0, len(self._codes) - 1)
         wrong = (self._starts[numbers] != wanted) | (self._lengths[numbers] != sizes)
         if bool(wrong.any()):
             raise self._corrupt(CONTRADICTION, item=items[int(wrong.nonzero()[0])])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cloudckpt.config import Config
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CloudCheckpointError,
@@ -19,8 +19,8 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
-from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
+from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
@@ -342,11 +342,10 @@ def look_for(
     store: ObjectStore,
     uri: CheckpointURI,
     objects: Iterable[WrittenObject],
-    group: TaskGroup,
-    retrier: Retrier,
+    config: Config,
     wrong: Callable[[WrittenObject, str], CloudCheckpointError],
 ) -> None:
-    """Submits checks to ``group`` that objects exist as their ranks have reported them.
+    """Checks that objects exist as their ranks have reported them.
 
     An object missing from a listing is requested individually before it counts as missing: listings
     may be refused, and network file systems may return stale ones.
@@ -355,21 +354,32 @@ def look_for(
         store: The store of ``uri``.
         uri: The checkpoint that names the objects.
         objects: The objects, also those of sibling checkpoints.
-        group: The threads that send the requests.
-        retrier: Retries transient failures.
-        wrong: Makes the error, in the task, from an object and a text that says what is wrong: that
-            it does not exist, or how many bytes it has.
+        config: Options.
+        wrong: Makes the error from an object and a text that says what is wrong: that it does not
+            exist, or how many bytes it has.
     """
+    view = View(uri, config)
     by_folder: dict[str, list[WrittenObject]] = {}
     for record in objects:
         folder, slash, _ = uri.key(record.name).rpartition("/")
         by_folder.setdefault(folder + slash, []).append(record)
-    for start, records in by_folder.items():
-        if len(records) > _MOST_SINGLE_LOOKS:
-            seen = _listed(store, uri, start, records, retrier)
-            records = [record for record in records if record.name not in seen]
-        for record in records:
-            group.submit(functools.partial(_look_at, store, uri, record, retrier, wrong))
+
+    def unlisted() -> Iterator[WrittenObject]:
+        for start, records in by_folder.items():
+            seen = set[str]()
+            if len(records) > _MOST_SINGLE_LOOKS:
+                seen = _listed(store, uri, start, records, view.retrier)
+            yield from (record for record in records if record.name not in seen)
+
+    def check(record: WrittenObject) -> None:
+        try:
+            found = view.retrier.call(lambda: store.head(uri.key(record.name))).size
+        except ObjectNotFoundError:
+            raise wrong(record, "does not exist") from None
+        if found != record.size:
+            raise wrong(record, f"has {found} bytes instead of {record.size}")
+
+    view.each(check, unlisted())
 
 
 def _listed(
@@ -394,18 +404,3 @@ def _listed(
             error,
         )
         return set()
-
-
-def _look_at(
-    store: ObjectStore,
-    uri: CheckpointURI,
-    record: WrittenObject,
-    retrier: Retrier,
-    wrong: Callable[[WrittenObject, str], CloudCheckpointError],
-) -> None:
-    try:
-        found = retrier.call(lambda: store.head(uri.key(record.name))).size
-    except ObjectNotFoundError:
-        raise wrong(record, "does not exist") from None
-    if found != record.size:
-        raise wrong(record, f"has {found} bytes instead of {record.size}")

@@ -220,7 +220,7 @@ class Places:
         if record is not None and record.table is not None:
             rows = record.table.rows(indices)
             if bool((rows < 0).any()):
-                raise self._nowhere(indices[int((rows < 0).nonzero()[0])])
+                raise self._without_location(indices[int((rows < 0).nonzero()[0])])
             named = [(one.name, self._uri.key(one.name), one.size) for one in record.objects]
             places = (column.tolist() for column in record.extents.at(rows).columns)
             shapes = record.table.shapes(rows)
@@ -246,7 +246,7 @@ class Places:
         places = None if metadata is None else metadata.storage_data
         entry = places.get(index) if isinstance(places, Mapping) else None
         if metadata is None or not isinstance(entry, StorageInfo):
-            raise self._nowhere(index)
+            raise self._without_location(index)
         name, shape = checked(entry.relative_path, str(self._uri)), tuple[int, ...]()
         known = self._objects.get(name)
         stored = metadata.state_dict_metadata.get(index.fqn)
@@ -259,7 +259,7 @@ class Places:
         whole = StoredBytes(key, start, entry.length, None, size, index.fqn)
         return _Item(name, whole, shape, entry.transform_descriptors or ())
 
-    def _nowhere(self, index: MetadataIndex) -> CheckpointCorruptError:
+    def _without_location(self, index: MetadataIndex) -> CheckpointCorruptError:
         part = "" if index.offset is None else f" (offsets {[*index.offset]})"
         return self._corrupt(
             f"invalid metadata: it has no location for {index.fqn}{part}: "

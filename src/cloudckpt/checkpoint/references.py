@@ -66,7 +66,6 @@ from cloudckpt.errors import (
 from cloudckpt.fork import module_lock
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.deleting import delete_quietly
-from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.transfer.view import View
@@ -94,12 +93,12 @@ class Hold:
 
     Attributes:
         base: The location of the base.
-        said: The commit object of the base.
+        commit: The commit object of the base.
         folders: The folders that carry a mark of the save.
     """
 
     base: CheckpointURI
-    said: CommitObject
+    commit: CommitObject
     folders: frozenset[str]
     _store: ObjectStore
     _uri: CheckpointURI
@@ -140,16 +139,16 @@ class Hold:
         retrier = Retrier(config.retry)
         key = base.key(METADATA)
         fetched = retrier.call(functools.partial(fetch, store, key))
-        said = CommitObject.parse(fetched, store.uri(key))
-        if not said.has_digests:
+        commit = CommitObject.parse(fetched, store.uri(key))
+        if not commit.has_digests:
             return None
-        folders = frozenset({base.folder, *(one.folder or base.folder for one in said.objects)})
-        _check_readable(store, base, said, folders)
-        _check_trusted(store, base, said)
-        made = cls(base, said, folders, store, uri, config, attempt)
+        folders = frozenset({base.folder, *(one.folder or base.folder for one in commit.objects)})
+        _check_readable(store, base, commit, folders)
+        _check_trusted(store, base, commit)
+        made = cls(base, commit, folders, store, uri, config, attempt)
         try:
             made._mark()
-            if retrier.call(lambda: store.head(key)).version == said.info.version:
+            if retrier.call(lambda: store.head(key)).version == commit.info.version:
                 return made
         except ObjectNotFoundError:
             pass
@@ -162,13 +161,13 @@ class Hold:
     @property
     def attempt(self) -> str:
         """The random name of the save that made the base."""
-        assert self.said.record is not None  # as it has digests
-        return self.said.record.attempt
+        assert self.commit.record is not None  # as it has digests
+        return self.commit.record.attempt
 
     @property
     def contents(self) -> Base:
         """The digests of all ranks' items in the base, with their locations."""
-        found = self.said.record
+        found = self.commit.record
         assert found is not None
         return Base(found, self.base.folder)
 
@@ -179,21 +178,15 @@ class Hold:
 
     def _mark(self) -> None:
         body = memoryview(json.dumps({"checkpoint": self._uri.folder}).encode())
-        store, config = self._store, self._config
-        group = TaskGroup(config.requests_at_once, name="cloudckpt-hold", interrupt=store.interrupt)
-        retrier = Retrier(config.retry, group.cancellation)
+        store, config, view = self._store, self._config, View(self._uri, self._config)
         only = creates_only(store, config)
 
         def put(folder: str) -> None:
             key = _mark_in(self._uri, folder, self._attempt)
-            put_whole(store, key, body, retrier, if_absent=only)
+            put_whole(store, key, body, view.retrier, if_absent=only)
 
-        def submit() -> None:
-            for folder in sorted(self.folders):
-                group.submit(functools.partial(put, folder))
-            look_for(store, self.base, self.said.objects, group, retrier, self._damaged)
-
-        group.run(submit)
+        view.each(put, sorted(self.folders))
+        look_for(store, self.base, self.commit.objects, config, self._damaged)
 
     def _damaged(self, record: WrittenObject, what: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(
@@ -218,14 +211,14 @@ def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
 
 
 def _check_readable(
-    store: ObjectStore, base: CheckpointURI, said: CommitObject, folders: Collection[str]
+    store: ObjectStore, base: CheckpointURI, commit: CommitObject, folders: Collection[str]
 ) -> None:
     """Checks that readers would accept a checkpoint that refers to the objects of a base.
 
     Raises:
         ConfigError: If they would not.
     """
-    kind, own = said.checksum, store.capabilities.checksum
+    kind, own = commit.checksum, store.capabilities.checksum
     if kind is not own:  # a copy from another cloud keeps that cloud's algorithm
         raise ConfigError(
             f"the objects of the checkpoint {base} have "
@@ -258,14 +251,14 @@ def distrust(error: CheckpointCorruptError) -> None:
             _damaged.add(error.uri)
 
 
-def _check_trusted(store: ObjectStore, base: CheckpointURI, said: CommitObject) -> None:
+def _check_trusted(store: ObjectStore, base: CheckpointURI, commit: CommitObject) -> None:
     """Checks that no object of a base is known to be damaged (:func:`distrust`).
 
     Raises:
         CheckpointCorruptError: If one is.
     """
     with _lock:
-        found = _damaged.intersection(store.uri(base.key(one.name)) for one in said.objects)
+        found = _damaged.intersection(store.uri(base.key(one.name)) for one in commit.objects)
     if found:
         raise CheckpointCorruptError(
             f"the checkpoint has damaged objects ({len(found)}, such as {min(found)}): run "
@@ -279,10 +272,10 @@ def _mark_in(uri: CheckpointURI, folder: str, attempt: str) -> str:
     return uri.beside(folder).key(keep_name(attempt))
 
 
-def data_keys(uri: CheckpointURI, said: CommitObject) -> dict[str, set[str]]:
+def data_keys(uri: CheckpointURI, commit: CommitObject) -> dict[str, set[str]]:
     """Returns the keys of a checkpoint's data objects, by the folder that contains them."""
     found: dict[str, set[str]] = {}
-    for one in said.objects:
+    for one in commit.objects:
         found.setdefault(one.folder or uri.folder, set()).add(uri.key(one.name))
     return found
 
@@ -290,7 +283,7 @@ def data_keys(uri: CheckpointURI, said: CommitObject) -> dict[str, set[str]]:
 def release(
     store: ObjectStore,
     uri: CheckpointURI,
-    said: CommitObject,
+    commit: CommitObject,
     config: Config,
     *,
     needed: Collection[str] = (),
@@ -302,7 +295,7 @@ def release(
     Args:
         store: The store.
         uri: The checkpoint, whose commit object is already deleted or replaced.
-        said: That commit object, written by cloudckpt.
+        commit: That commit object, written by cloudckpt.
         config: Options.
         needed: The keys of objects to leave out, since the checkpoint that replaced this one names
             them.
@@ -313,21 +306,21 @@ def release(
     Raises:
         StoreError: If the store refuses or stays unreachable; the outcome is then unknown.
     """
-    assert said.record is not None  # cloudckpt wrote it
-    by_folder = data_keys(uri, said)
+    assert commit.record is not None  # cloudckpt wrote it
+    by_folder = data_keys(uri, commit)
     others = [folder for folder in by_folder if folder != uri.folder]
     if others:
-        marks = [_mark_in(uri, folder, said.record.attempt) for folder in others]
+        marks = [_mark_in(uri, folder, commit.record.attempt) for folder in others]
         # a copy made by another tool has the random name of the original, whose marks must stay
         view = View(uri, config)
-        whose = view.each(lambda mark: _who(store, mark, view.retrier), marks)
+        whose = view.each(lambda mark: _owner_of(store, mark, view.retrier), marks)
         own = [mark for mark, who in zip(marks, whose, strict=True) if who == uri.folder]
         delete_quietly(store, own, config.retry, threads=config.requests_at_once)
     left = {folder: keys - set(needed) for folder, keys in by_folder.items()}
     shared = {
         folder: keys
         for folder, keys in left.items()
-        if keys and (folder != uri.folder or said.has_digests)
+        if keys and (folder != uri.folder or commit.has_digests)
     }
     kept = protected(store, uri, shared, config)
     return sorted(set().union(*left.values()) - kept)
@@ -354,8 +347,8 @@ def protected(
     def look_into(folder: str) -> list[tuple[str, str]]:
         inside = uri.beside(folder)
         marks = [(folder, info.key) for info in store.list(keeps_in(inside), view.retrier.call)]
-        said = commit_at(store, inside, view.retrier)
-        named = {} if said is None else data_keys(inside, said)
+        commit = commit_at(store, inside, view.retrier)
+        named = {} if commit is None else data_keys(inside, commit)
         kept[folder] = wanted[folder] & set().union(*named.values())
         return marks
 
@@ -363,17 +356,18 @@ def protected(
         folder, key = mark
         if kept[folder] == wanted[folder]:
             return
-        if (referring := _who(store, key, view.retrier)) is None:
+        if (referring := _owner_of(store, key, view.retrier)) is None:
             unclear.add(folder)
             return
         beside = uri.beside(referring)
-        said = commit_at(store, beside, view.retrier) if referring else None
-        if said is None or said.record is None or said.record.attempt != key.rpartition(".")[2]:
+        commit = commit_at(store, beside, view.retrier) if referring else None
+        record = None if commit is None else commit.record
+        if commit is not None and record is not None and key.endswith(f".{record.attempt}"):
+            kept[folder] |= wanted[folder] & data_keys(beside, commit).get(folder, set())
+        else:
             inside = uri.beside(folder)
             logger.info("objects of %s are kept, as an uncommitted save may refer to them", inside)
             kept[folder] |= wanted[folder]
-        else:
-            kept[folder] |= wanted[folder] & data_keys(beside, said).get(folder, set())
 
     for _ in range(_TRIES):
         folders = sorted(unclear)
@@ -401,7 +395,7 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
         return None
 
 
-def _who(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
+def _owner_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
     """Returns the folder of the save that left a mark; None if the mark is gone.
 
     It is empty for a mark that can't be read, which counts as that of an uncommitted save.

@@ -12,7 +12,14 @@ import dataclasses
 import struct
 
 from cloudckpt.checksum import CRC32C
-from cloudckpt.errors import CheckpointCorruptError
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointReplacedError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    RangeNotSatisfiableError,
+)
+from cloudckpt.stores.base import ObjectInfo, ObjectStore
 
 __all__ = [
     "MOST_NOTES",
@@ -20,6 +27,7 @@ __all__ = [
     "Trailer",
     "notes_at_end",
     "pickle_in",
+    "read_range",
     "record_in",
     "with_trailer",
 ]
@@ -40,6 +48,32 @@ def with_trailer(pickled: bytes | bytearray, body: bytes, notes: bytes) -> list[
     parts = (pickled, body, notes)
     numbers = [number for part in parts for number in (len(part), CRC32C.of(part))]
     return [memoryview(part) for part in (*parts, _TRAILER.pack(*numbers, _MAGIC)) if len(part)]
+
+
+_PIECE = 64 * 1024 * 1024
+"""Bytes of each further request: a store that claims more than it has takes no more memory."""
+
+
+def read_range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytearray:
+    """Returns bytes of a commit object.
+
+    Raises:
+        CheckpointReplacedError: If it was replaced or deleted meanwhile.
+        StoreError: If the store refuses or stays unreachable.
+    """
+    data = bytearray()
+    for at in range(start, stop, _PIECE):
+        piece = bytearray(min(_PIECE, stop - at))
+        try:
+            store.get_range(info.key, at, [memoryview(piece)], if_version=info.version)
+        except (PreconditionFailedError, ObjectNotFoundError, RangeNotSatisfiableError) as error:
+            raise CheckpointReplacedError(
+                "the checkpoint was replaced or deleted while its metadata was read; try again",
+                uri=store.uri(info.key.rpartition("/")[0]),
+                cause=error,
+            ) from error
+        data += piece
+    return data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +106,7 @@ class Trailer:
         return cls(*fields)
 
     @property
-    def behind_pickle(self) -> int:
+    def size_after_pickle(self) -> int:
         """Bytes of the commit object after the pickle."""
         return self.body_size + self.notes_size + _TRAILER.size
 
@@ -102,7 +136,7 @@ def record_in(data: bytes | bytearray, trailer: Trailer, uri: str) -> memoryview
     Raises:
         CheckpointCorruptError: If it is damaged.
     """
-    start = len(data) - trailer.behind_pickle
+    start = len(data) - trailer.size_after_pickle
     return _part(data, start, start + trailer.body_size, trailer.body_crc, uri)
 
 
@@ -118,7 +152,7 @@ def pickle_in(data: bytes | bytearray, uri: str) -> memoryview:
     """
     if (trailer := Trailer.at_end_of(data, uri)) is None:
         return memoryview(data)
-    stop = len(data) - trailer.behind_pickle
+    stop = len(data) - trailer.size_after_pickle
     return _part(data, stop - trailer.size, stop, trailer.crc, uri, first=True)
 
 

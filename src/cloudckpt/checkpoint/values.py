@@ -306,7 +306,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _SMALL = 4096  # bytes
 # bytes of the largest item with numpy values that is loaded to test whether it can be
 _TRIED = 1 << 20
-_told: set[tuple[str, type]] = set()  # items and types that this process has checked
+_checked: set[tuple[str, type]] = set()  # items and types that this process has checked
 
 
 class Unloadable:
@@ -334,16 +334,16 @@ class Unloadable:
         # each name in a pickle has two line ends, and one more line end follows
         if kind in _PLAIN or (len(data) < _SMALL and data.count(b"\n") < 3):
             return
-        if (item, kind) in _told and self._setting != "refuse":
+        if (item, kind) in _checked and self._setting != "refuse":
             return
         why, others = _refused(data)
-        if why and self._setting != "warn" and (held := next(filter(_has_a_state, others), "")):
+        held = next(filter(_has_a_state, others), "") if self._setting != "warn" else ""
+        if held:
             why = f"the state of the {held} in it would not be loaded; put that into a dict or list"
-            self._refused[item] = f"{item} ({kind.__name__}): {why}"
-        elif why and self._setting == "refuse":
+        if held or (why and self._setting == "refuse"):
             self._refused[item] = f"{item} ({kind.__name__}): {why}"
         else:
-            _told.add((item, kind))
+            _checked.add((item, kind))
             if why:
                 logger.warning(
                     "%s: %s (%s) is saved, but load will refuse it: %s. Pass trust_pickle=True to "
