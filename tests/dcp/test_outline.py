@@ -1,5 +1,6 @@
 """State dicts of one outline have one plan; whatever changes a plan changes the outline."""
 
+import contextlib
 import copy
 from collections import OrderedDict
 
@@ -12,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cloudckpt.checkpoint.structure import Flat
 from cloudckpt.checkpoint.torch_private import StridedShard
-from cloudckpt.dcp.save_plan import CloudSavePlanner, Outline
+from cloudckpt.dcp.save_plan import CloudSavePlanner, outline_of
+from cloudckpt.errors import KeyCollisionError
 
 from .test_tensor_protocol import FIELDS, of_protocol
 
@@ -43,6 +45,10 @@ NESTED = st.recursive(
 STATES = st.dictionaries(KEYS, NESTED, max_size=3)
 
 
+def _outline(state):
+    return outline_of(Flat(state))
+
+
 def _planned(state):
     planner = CloudSavePlanner()
     planner.set_up_planner(state, None, True)
@@ -54,16 +60,9 @@ def _planned(state):
 def test_states_of_one_outline_have_one_plan(one, changes):
     """Whatever differs in a few entries: names, order, containers, shapes, types, strides."""
     other = {**one, **changes}
-    outlines = Outline.of(one), Outline.of(other)
-    if None in outlines or outlines[0] != outlines[1]:
-        return
-    try:
-        planned = _planned(one)
-    except (ValueError, RuntimeError) as error:  # two keys of one name: the other fails alike
-        with pytest.raises(type(error)):
-            _planned(other)
-        return
-    assert planned == _planned(other)
+    with contextlib.suppress(KeyCollisionError):  # two keys have one name
+        outlines = _outline(one), _outline(other)
+        assert None in outlines or outlines[0] != outlines[1] or _planned(one) == _planned(other)
 
 
 def _declaring(tensor=None, **changed):
@@ -71,7 +70,7 @@ def _declaring(tensor=None, **changed):
     usual = ((8, 3), [(4, 0)], [(0, 0)], [(4, 3)])
     for name, value in {**dict(zip(FIELDS, usual, strict=True)), **changed}.items():
         setattr(made, name, value)
-    return Outline.of({"a": [made]})
+    return _outline({"a": [made]})
 
 
 @of_protocol
@@ -89,17 +88,17 @@ def test_another_part_of_a_larger_tensor_is_another_outline(changed):
     assert _declaring() == _declaring()
     assert _declaring() == _declaring(global_shape=torch.Size((8, 3)), local_sizes=([4, 3],))
     assert _declaring(**changed) != _declaring()
-    assert Outline.of({"a": [torch.zeros(4, 3)]}) != _declaring()
+    assert _outline({"a": [torch.zeros(4, 3)]}) != _declaring()
 
 
 def test_other_values_are_no_other_outline():
     states = [{"step": step, "t": torch.full((2,), step), "a": [{"lr": step}]} for step in (1, 2)]
-    assert Outline.of(states[0]) == Outline.of(states[1]).without_leaves()
+    assert _outline(states[0]) == _outline(states[1])
 
 
 def test_keys_that_are_equal_and_have_other_names_are_another_outline():
-    assert Outline.of({"a": {0.0: 1}}) == Outline.of({"a": {0.0: 2}})
-    assert Outline.of({"a": {0.0: 1}}) != Outline.of({"a": {-0.0: 1}})
+    assert _outline({"a": {0.0: 1}}) == _outline({"a": {0.0: 2}})
+    assert _outline({"a": {0.0: 1}}) != _outline({"a": {-0.0: 1}})
 
 
 class _Checkpointable:
@@ -112,25 +111,18 @@ def _planning_itself(tensor):
     return tensor
 
 
-class _Key(str):
-    pass
-
-
 UNKNOWN = {
     "a tensor of a class of its own": torch.zeros(1).as_subclass(type("Own", (torch.Tensor,), {})),
     "a sparse tensor": torch.zeros(1).to_sparse(),
     "a value that makes its own items": _Checkpointable(),
     "a tensor that does so by an attribute": _planning_itself(torch.zeros(1)),
     "a tensor that does so in a list": [_planning_itself(torch.zeros(1))],
-    "a dict of a class of its own": type("Own", (dict,), {})(a=1),
-    "a key of a class of its own": {_Key("a"): 1},
-    "a list of a class of its own": type("Own", (list,), {})([torch.zeros(1)]),
 }
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_what_is_not_known_has_no_outline(kind):
-    assert Outline.of({"a": UNKNOWN[kind]}) is None
+    assert _outline({"a": UNKNOWN[kind]}) is None
 
 
 class _OwnShard(Shard):
@@ -146,7 +138,7 @@ def _sharded_outlines():
         state = DTensor.from_local(
             local, mesh, [placement], run_check=False, shape=shape, stride=(shape[1], 1)
         )
-        return Outline.of({"t": state})
+        return _outline({"t": state})
 
     first = outline(Shard(0))
     assert first == outline(Shard(0))
@@ -156,7 +148,7 @@ def _sharded_outlines():
         outline(Replicate()),
         outline(Shard(0), init_device_mesh("cpu", (2,), mesh_dim_names=("y",))),
         outline(Shard(0), rows=3),
-        Outline.of({"t": torch.zeros(2, 3)}),
+        _outline({"t": torch.zeros(2, 3)}),
         outline(StridedShard(0, split_factor=2)),
     )
     return [first != other for other in others], outline(_OwnShard(0)) is None

@@ -247,20 +247,21 @@ class Flat:
         self.keys: dict[Path, Any] = {}
         self.empty: list[Path] = []
         self._uri = uri
-        self._add((), state_dict)
+        self._add((), "", state_dict)
 
-    def _add(self, path: Path, value: Any) -> None:
-        if isinstance(value, Mapping):
+    def _add(self, path: Path, name: str, value: Any) -> None:
+        below = f"{name}." if path else ""
+        is_tensor = type(value) is torch.Tensor  # as most values are
+        if not is_tensor and isinstance(value, Mapping):
             if path and not value:
                 self.empty.append(path)
             for key, entry in value.items():
                 element = key if type(key) is str else self._element(path, key, value)
-                self._add((*path, element), entry)
-        elif type(value) is not torch.Tensor and isinstance(value, list) and is_flattened(value):
+                self._add((*path, element), below + element, entry)
+        elif not is_tensor and isinstance(value, list) and is_flattened(value):
             for index, entry in enumerate(value):
-                self._add((*path, index), entry)
+                self._add((*path, index), f"{below}{index}", entry)
         else:
-            name = ".".join(map(str, path))
             if name in self.values:
                 raise self._collision(self.true(self.paths[name]), self.true(path))
             self.values[name], self.paths[name] = value, path

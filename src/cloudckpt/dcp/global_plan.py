@@ -32,12 +32,11 @@ from cloudckpt.checkpoint.table import Chunks, Form, Paths, Table, numbered, row
 from cloudckpt.checkpoint.torch_private import validate_global_plan
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.copies import Shared, shared_of_ranks
-from cloudckpt.errors import KeyCollisionError
+from cloudckpt.errors import IncompleteSaveError, KeyCollisionError
 
 __all__ = ["plan_together", "record_of"]
 
 _END = 1 << 63
-_INVALID = "Failed to validate global plan"  # the beginning of the message of torch's planner
 
 
 def plan_together(
@@ -57,13 +56,12 @@ def plan_together(
 
     Raises:
         KeyCollisionError: If ranks have different types or shapes under one name.
-        ValueError: If the chunks of a tensor overlap or don't fill it; worded as by torch's
-            planner.
+        IncompleteSaveError: If the ranks' chunks of a tensor overlap or don't fill it.
     """
     items = _Items(records, uri)
     kept = items.kept(to_lowest_rank)
     table, rows = items.ordered(kept)
-    _validate(table, len(records))
+    _validate(table, len(records), uri)
     parts, of_ranks = [], []
     bounds = torch.searchsorted(kept, column_of(items.starts))
     for start, first, stop in zip(items.starts, bounds[:-1], bounds[1:], strict=False):
@@ -192,9 +190,8 @@ class _Items:
         sets = {of_group: set(of_group) for of_group in self.ranks_of_groups}
         for group, of_group in groups:
             if len(sets[of_group]) != len(of_group):
-                raise self._invalid(
-                    int(self._of_items[group[0]]), "has the same part twice on one rank"
-                )
+                name = self._names[int(self._of_items[group[0]])]
+                raise _incomplete(name, "has the same part twice on one rank", self._uri)
         if to_lowest_rank:
             keeps[column_of([group[0] for group in self.groups])] = True
             return keeps.nonzero().view(-1)
@@ -223,17 +220,13 @@ class _Items:
             first = repeated(places[sizes.cumsum(0) - sizes], sizes)
             unlike = (of_dims.sizes[places] != of_dims.sizes[first]).any(1).nonzero()
             if unlike.numel():
-                name = int(self._of_items[rows[places[int(unlike[0])]]])
-                raise self._invalid(
-                    name, "has two parts that begin at the same offsets and differ in size"
-                )
+                name = self._names[int(self._of_items[rows[places[int(unlike[0])]]])]
+                why = "has two parts that begin at the same offsets and differ in size"
+                raise _incomplete(name, why, self._uri)
             found.append((rows[places], sizes))
         return torch.cat([members for members, _ in found]), torch.cat(
             [sizes for _, sizes in found]
         )
-
-    def _invalid(self, name: int, why: str) -> ValueError:
-        return ValueError(f"{_INVALID}: key:{self._names[name]} {why}")
 
     def ordered(self, kept: torch.Tensor) -> tuple[Table, torch.Tensor]:
         """Orders the written items as torch does: names by first occurrence, their chunks by rank.
@@ -258,10 +251,9 @@ class _Items:
         is_value = column_of([form.shape is None for form in self._forms]).bool()[self._form_of]
         several = ((counts > 1) & (self._is_whole | is_value))[order].nonzero().view(-1)
         if several.numel():
-            number = int(order[several[0]])
-            raise self._invalid(
-                number, "is saved whole by some rank, but ranks also save other parts"
-            )
+            name = self._names[int(order[several[0]])]
+            why = "is saved whole by some rank, but ranks also save other parts of it"
+            raise _incomplete(name, why, self._uri)
         table = Table(
             numbered([*map(self._names.__getitem__, order.tolist())]),
             self._forms,
@@ -344,21 +336,29 @@ def _merged(paths: Sequence[tuple[int, Paths]], uri: str) -> Paths:
     return made
 
 
-def _validate(table: Table, ranks: int) -> None:
+def _incomplete(name: str, why: str, uri: str) -> IncompleteSaveError:
+    return IncompleteSaveError(
+        f"{name} {why}. Give the same keys on all ranks, for example those of "
+        "torch.distributed.checkpoint.state_dict.get_model_state_dict(model), and save nothing "
+        "inside an `if rank == ...:`",
+        uri=uri,
+        item=name,
+    )
+
+
+def _validate(table: Table, ranks: int, uri: str) -> None:
     """Checks that the chunks of each tensor fill it and don't overlap.
 
     Raises:
-        ValueError: If they don't; worded as by torch's planner.
+        IncompleteSaveError: If torch's planner would refuse them, too.
     """
-    doubtful = sorted(itertools.chain.from_iterable(_doubtful(table, ranks)))
-    if not doubtful:
-        return
     names = list(table.names)
-    metadata = Metadata({names[number]: table.metadata_of(names[number]) for number in doubtful})
-    if errors := validate_global_plan([SavePlan([])] * ranks, metadata):
-        summary = "; ".join(errors)
-        summary = summary if len(summary) <= 500 else f"{summary[:500]}... (truncated)"
-        raise ValueError(f"{_INVALID}: {summary}")
+    for number in sorted(itertools.chain.from_iterable(_doubtful(table, ranks))):
+        name = names[number]
+        metadata = Metadata({name: table.metadata_of(name)})
+        if validate_global_plan([SavePlan([])] * ranks, metadata):
+            why = "has parts on the ranks that overlap, or do not cover it"
+            raise _incomplete(name, why, uri)
 
 
 def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:

@@ -24,6 +24,7 @@ from cloudckpt.checkpoint.torch_private import Collectives
 from cloudckpt.config import Config
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.save_plan import GroupRef, ref_to
+from cloudckpt.dcp.saving import Contents
 from cloudckpt.dcp.writer import CloudStorageWriter
 from cloudckpt.errors import (
     CheckpointCorruptError,
@@ -49,8 +50,8 @@ def agree_on_base(
     writer: CloudStorageWriter,
     *,
     is_planned: bool,
-) -> Base | None:
-    """Agrees on the base of a save; returns the items of it that this rank needs; None without one.
+) -> None:
+    """Agrees on the base of an incremental save, and sets ``writer.contents``.
 
     A rank that took part in the save that made the base remembers them itself. If some rank did
     not, or the plan is new, so that items may have moved between ranks, every rank gets the items
@@ -62,6 +63,8 @@ def agree_on_base(
         writer: This rank's writer.
         is_planned: Whether the plan is new.
     """
+    if not writer.is_incremental:
+        return
     known = _remembered(members, writer.uri)
 
     @portable_errors(str(writer.uri))
@@ -83,8 +86,8 @@ def agree_on_base(
     is_held, base = ranks.all_reduce("base", own, held)
     if base is None and is_held:
         assert known is not None
-        return known[1]
-    return base
+        base = known[1]
+    writer.contents = functools.partial(Contents, base=base)
 
 
 def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None:

@@ -13,16 +13,14 @@ What this rules out:
   another number, and all ranks plan anew within the same save.
 - *Some ranks have seen a save commit and others have not*, because one lost the others in between.
   Their plans differ afterwards.
-- *Two plans have the same number*, for whatever reason. Each rank reports the digest of the plan it
-  has written by, and the coordinator compares it with its own record of the plan.
+- *A rank's earlier save by the plan is not the coordinator's.* If its locations have not changed, a
+  rank reports their digest only, and the coordinator compares it with its own record of them.
 """
 
 from __future__ import annotations
 
 import inspect
 import pickle
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -38,7 +36,7 @@ from cloudckpt.checkpoint.manifest import Manifest, Planned
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Heads, Record
 from cloudckpt.checkpoint.shard import check_supported
-from cloudckpt.checkpoint.structure import Structure
+from cloudckpt.checkpoint.structure import Flat, Structure
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
 from cloudckpt.dcp import incremental, save_plan
 from cloudckpt.dcp.copies import Copies, Described, Shared, are_alike, refuse_or_tell
@@ -46,17 +44,16 @@ from cloudckpt.dcp.failures import portable_errors, unpickled_plan
 from cloudckpt.dcp.global_plan import plan_together, record_of
 from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME
 from cloudckpt.dcp.reader import committed_metadata
-from cloudckpt.dcp.save_plan import CloudSavePlanner, KnownPlan, OfAllRanks, Outline
-from cloudckpt.dcp.saving import Contents
+from cloudckpt.dcp.save_plan import CloudSavePlanner, KnownPlan, PlanKey
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
-from cloudckpt.errors import CloudCheckpointError, IncompleteSaveError, UnsupportedValueError
+from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
 from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["SaveLoop"]
 
-Report = tuple[bytes, Record, int]
-"""A rank's report after writing: the digest of its plan, the record of what it has written, and its
-number for the comparison of copies (see ``copies``).
+Report = tuple[Record, int]
+"""A rank's report: the record of what it has written, and its number for the comparison of copies
+(see ``copies``).
 """
 
 
@@ -94,19 +91,22 @@ class SaveLoop:
         # only torch's protocol calls the methods of other writers, also of derived ones
         self._ours = writer if type(writer) is CloudStorageWriter else None
         self._known: KnownPlan | None = None
-        self._outline: Outline | None = None
-        self._flags = save_plan.flags_of(self._planner)
+        self._key: PlanKey | None = None
+        self._flat = Flat({})
         self.plan = PLAN_EACH_TIME
-        if self._ours is None or self._flags is None:
+        flags = save_plan.flags_of(self._planner)
+        if self._ours is None or flags is None:
             return
         if self._ours.waits_before_sending:
             self._ours.wait_for_baseline()
-        # the algorithm is recorded in the commit object
-        self._flags = (*self._flags, self._ours.checksum.name, self._ours.config.replicas)
         with paused_gc():
-            self._outline = Outline.of(state_dict)
-        if self._outline is not None:
-            self._known = save_plan.find(group, self._flags, self._outline)
+            self._flat = Flat(state_dict, self._uri)
+            outline = save_plan.outline_of(self._flat)
+        if outline is not None:
+            # the algorithm is recorded in the commit object
+            flags = (*flags, self._ours.checksum.name, self._ours.config.replicas)
+            self._key = save_plan.ref_to(group), flags, outline
+            self._known = save_plan.find(self._key)
         self.plan = PLAN_ANEW if self._known is None else self._known.number
 
     def run(self, agreed: int) -> Metadata:
@@ -135,19 +135,19 @@ class SaveLoop:
     def _carry_out(self, writer: CloudStorageWriter, plan: KnownPlan) -> Metadata:
         """Writes by a plan, and commits; each rank reports locations only if they have changed."""
         planner, is_new = cast(DefaultSavePlanner, self._planner), not plan.saves
-        made: list[tuple[KnownPlan, Record]] = []
-        reported: list[Report] = []
+        done: list[tuple[KnownPlan, Record]] = []
+        reported: list[Record] = []
         manifests: list[Manifest] = []
-        contents_of = self._contents_beside(writer, is_planned=is_new)
+        incremental.agree_on_base(self._ranks, self._group, writer, is_planned=is_new)
 
         @portable_errors(self._uri)
         def write_data() -> Report:
             entry = plan
             if is_new:
                 entry = plan.finished(planner)
-            elif self._outline is not None:
-                coordinates = self._ranks.is_coordinator
-                entry.restore(planner, self._outline, coordinates=coordinates)
+            else:
+                planner.state_dict, planner.mappings = self._flat.values, self._flat.paths
+                planner.plan, planner.is_coordinator = plan.plan, self._ranks.is_coordinator
             compared, pending = entry.copies.weighed(planner), None
             if writer.sender.outlives:
                 if entry.record is None:
@@ -161,21 +161,28 @@ class SaveLoop:
                 expected=entry.expected,
                 small=entry.small_tensors(planner),
                 pending=pending,
-                contents=contents_of(entry.plan),
             )
-            made.append((replace(entry, extents=written.extents, saves=entry.saves + 1), written))
-            return entry.digest, written if is_new else written.without(plan.extents), compared
+            done.append((replace(entry, extents=written.extents, saves=entry.saves + 1), written))
+            return written if is_new else written.without(plan.extents), compared
 
         @portable_errors(self._uri)
         def finish_checkpoint(reports: list[Report]) -> str | None:
-            reported.extend(reports)
-            return commit() if are_alike(number for _, _, number in reports) else None
+            reported.extend(record for record, _ in reports)
+            return commit() if are_alike(number for _, number in reports) else None
 
         def commit() -> str:
-            of_all, written = self._of_all(writer, plan.of_all, reported)
+            assert plan.of_all is not None
+            for rank, extents in enumerate(plan.of_ranks):
+                try:
+                    reported[rank] = reported[rank].completed(extents)
+                except ValueError as exc:
+                    raise IncompleteSaveError(
+                        f"the previous save of rank {rank} by this plan is not that of rank 0: "
+                        f"{exc}; nothing was committed. Save again: all ranks will then plan anew",
+                        uri=self._uri,
+                    ) from exc
             with committing(writer):
-                manifests.append(writer.finish_with(of_all.planned, written))
-                made[0] = replace(made[0][0], of_all=of_all), made[0][1]
+                manifests.append(writer.finish_with(plan.of_all, reported))
                 return writer.attempt
 
         @portable_errors(self._uri)
@@ -190,23 +197,12 @@ class SaveLoop:
         attempt = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if attempt is None:
             attempt = self._ranks.all_reduce("compare", describe_copies, compare_copies)
-        [(entry, written)] = made
-        if entry.outline is not None:
-            save_plan.remember(entry)
-        if writer.is_incremental:
-            incremental.remember(self._group, writer.uri, attempt, written)
+        [(entry, written)] = done
+        save_plan.remember(replace(entry, of_ranks=tuple(one.extents for one in reported)))
+        incremental.remember(self._group, writer.uri, attempt, written)
         if manifests:
             return manifests[0].metadata
         return committed_metadata(writer.uri, writer.config, attempt)
-
-    def _contents_beside(
-        self, writer: CloudStorageWriter, *, is_planned: bool
-    ) -> Callable[[SavePlan], Contents | None]:
-        """Agrees on the base of an incremental save; returns a function that makes ``Contents``."""
-        if not writer.is_incremental:
-            return lambda plan: None
-        base = incremental.agree_on_base(self._ranks, self._group, writer, is_planned=is_planned)
-        return lambda plan: Contents(len(plan.items), base)
 
     def _by_protocol(self) -> Metadata:
         """Plans, writes and commits with torch's calls, for custom planners and derived writers.
@@ -216,7 +212,7 @@ class SaveLoop:
         """
         writer, planner, ours = self._writer, self._planner, self._ours
         planned: list[Metadata] = []
-        written: list[WriteResult] = []
+        written: list[Record] = []
 
         @portable_errors(self._uri)
         def local_step() -> bytes:
@@ -235,12 +231,12 @@ class SaveLoop:
         @portable_errors(self._uri)
         def write_data() -> list[WriteResult]:
             plan = planner.finish_plan(unpickled_plan(part, self._uri))
-            if ours is not None:
-                written.append(ours.written(plan, planner, contents_of(plan)))
-                return written
             future = writer.write_data(plan, planner)
             future.wait()
-            return future.value()
+            results = future.value()
+            if ours is not None:
+                written.append(results[0].storage_data.record)
+            return results
 
         @portable_errors(self._uri)
         def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
@@ -250,12 +246,12 @@ class SaveLoop:
 
         part: bytes = self._ranks.reduce_scatter("plan", local_step, global_step)
         if ours is not None:
-            contents_of = self._contents_beside(ours, is_planned=True)
+            incremental.agree_on_base(self._ranks, self._group, ours, is_planned=True)
         done: str | Metadata = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if isinstance(done, Metadata) or not isinstance(writer, CloudStorageWriter):
             return cast(Metadata, done)
-        if written and writer.is_incremental:
-            incremental.remember(self._group, writer.uri, done, written[0].storage_data.record)
+        if written:
+            incremental.remember(self._group, writer.uri, done, written[0])
         return planned[0] if planned else committed_metadata(writer.uri, writer.config, done)
 
     def _local_plan(self, *, compares: bool) -> tuple[SavePlan, Structure]:
@@ -299,16 +295,13 @@ class SaveLoop:
         with paused_gc():
             sets = [(weight, [plan.items[one] for one in numbers]) for weight, numbers in shared]
             plan = replace(plan, items=[plan.items[number] for number in part])
-        assert self._flags is not None
         return KnownPlan(
+            key=self._key,
             number=number,
-            group=save_plan.ref_to(self._group),
-            flags=self._flags,
-            outline=None if self._outline is None else self._outline.without_leaves(),
             structure=structure,
             plan=plan,
             copies=Copies(sets, samples=writer.config.replicas != "refuse"),
-            of_all=OfAllRanks(planned[0]) if planned else None,
+            of_all=planned[0] if planned else None,
         )
 
     def _record_of(self, writer: CloudStorageWriter, plan: SavePlan, structure: Structure) -> bytes:
@@ -338,27 +331,13 @@ class SaveLoop:
             IncompleteSaveError: If the ranks' parts of a tensor do not fill it.
             KeyCollisionError: If ranks have different types or shapes under one name.
         """
-        uri, heads = self._uri, Heads()
-        records = [Record.parse(one, uri, known=heads) for one in plans]
+        heads = Heads()
+        records = [Record.parse(one, self._uri, known=heads) for one in plans]
         lowest = cast(DefaultSavePlanner, self._planner).dedup_save_to_lowest_rank
-        try:
-            planned, parts, shared = plan_together(records, to_lowest_rank=lowest, uri=uri)
-        except ValueError as exc:
-            if isinstance(exc, CloudCheckpointError):
-                raise
-            found = re.search(r"key:(\S+)", str(exc))
-            raise IncompleteSaveError(
-                "the ranks' parts of a tensor overlap, or do not cover it. Give the same keys "
-                "on all ranks, for example those of "
-                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model), and save "
-                "nothing inside an `if rank == ...:`",
-                uri=uri,
-                item=None if found is None else found[1],
-                cause=exc,
-            ) from exc
+        made = plan_together(records, to_lowest_rank=lowest, uri=self._uri)
         if writer.config.replicas == "trust":
-            shared = [[]] * len(parts)
-        return planned, parts, shared
+            return *made[:2], [[]] * len(records)
+        return made
 
     def _pending(self, writer: CloudStorageWriter, plan: KnownPlan, compared: int) -> Pending:
         """Makes the pending object for this rank's saving process, without the items' locations.
@@ -381,31 +360,3 @@ class SaveLoop:
             copies=compared,
             held=() if writer.hold is None else tuple(sorted(writer.hold.folders)),
         )
-
-    def _of_all(
-        self, writer: CloudStorageWriter, before: OfAllRanks | None, reports: list[Report]
-    ) -> tuple[OfAllRanks, list[Record]]:
-        """Returns the plan of all ranks, and the record of what each has written.
-
-        Raises:
-            IncompleteSaveError: If a rank has written by another plan, or its previous save differs
-                from the coordinator's.
-        """
-        assert before is not None
-        written = [record for _, record, _ in reports]
-        digests = tuple(digest for digest, _, _ in reports)
-        for rank, (planned_digest, extents) in enumerate(
-            zip(before.digests, before.extents, strict=True)
-        ):
-            try:
-                if digests[rank] != planned_digest:
-                    raise ValueError("its plan has another digest")
-                written[rank] = written[rank].completed(extents)
-            except ValueError as exc:
-                raise IncompleteSaveError(
-                    f"rank {rank} used a different plan than rank 0, or its previous save was a "
-                    f"different one: {exc}; nothing was committed. Save again: "
-                    "all ranks will then plan anew",
-                    uri=self._uri,
-                ) from exc
-        return OfAllRanks(before.planned, digests, tuple(one.extents for one in written)), written

@@ -5,19 +5,17 @@ with. The coordinator drew its number at random, so ranks whose plans have the s
 them without exchanging anything else.
 
 A plan follows from the keys of a state dict, from the positions of its values, and from the shapes,
-types and placements of its tensors; not from their contents. An :class:`Outline` holds all of this
-in a form that is fast to make and compare. Outlines are compared by equality, not by a digest, so
-that no structure is ever mistaken for another. A state dict that contains anything whose effect on
-a plan is uncertain has no outline, and is planned anew at each save.
+types and placements of its tensors; not from their contents. Its outline (:func:`outline_of`) has
+all of this. Outlines are compared by equality, not by a digest, so that no structure is ever
+mistaken for another. A state dict with a value whose effect on a plan is uncertain has no outline,
+and is planned anew at each save.
 """
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -39,7 +37,7 @@ from cloudckpt.checkpoint.shard import (
     check_supported,
     small_form_of,
 )
-from cloudckpt.checkpoint.structure import Flat, Structure, check_nesting, is_flattened
+from cloudckpt.checkpoint.structure import Flat, Structure, check_nesting
 from cloudckpt.checkpoint.torch_private import (
     PLANS_ITSELF,
     StridedShard,
@@ -58,14 +56,14 @@ __all__ = [
     "CloudSavePlanner",
     "GroupRef",
     "KnownPlan",
-    "OfAllRanks",
-    "Outline",
+    "PlanKey",
     "drop",
     "find",
     "flags_of",
     "forget",
     "lost_by_flattening",
     "new_number",
+    "outline_of",
     "ref_to",
     "remember",
 ]
@@ -81,7 +79,6 @@ class CloudSavePlanner(DefaultSavePlanner):
             return planner
         return cls(
             flatten_state_dict=planner.flatten_state_dict,
-            flatten_sharded_tensors=planner.flatten_sharded_tensors,
             dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
         )
 
@@ -93,8 +90,9 @@ class CloudSavePlanner(DefaultSavePlanner):
     ) -> None:
         """Flattens the state dict as torch's planner does.
 
-        Without ``flatten_state_dict``, containers are saved unchanged. torch rebuilds them: keys
-        become strings, of two keys with the same string one is lost, and so are empty containers.
+        Without ``flatten_state_dict``, each entry is saved as it is. torch rebuilds containers:
+        keys become strings, of two keys with the same string one is lost, and so are empty
+        containers.
 
         Raises:
             KeyCollisionError: If two entries of the state dict would have the same name.
@@ -105,19 +103,7 @@ class CloudSavePlanner(DefaultSavePlanner):
         if self.flatten_state_dict:
             uri = None if storage_meta is None else storage_meta.checkpoint_id
             flat = Flat(state_dict, None if uri is None else str(uri))
-            self.state_dict, self.mappings = flat.values, flat.paths
-        if not self.flatten_sharded_tensors:
-            return
-        rebuilt = flatten_sharded_tensors(self.state_dict)
-        if self.flatten_state_dict:
-            self.state_dict = rebuilt
-            return
-        self.state_dict = {}
-        for key, value in state_dict.items():
-            if isinstance(value, (Mapping, list)):
-                self.state_dict[key] = value
-            elif str(key) in rebuilt:  # a rank may have no shard of a tensor
-                self.state_dict[str(key)] = rebuilt[str(key)]
+            self.state_dict, self.mappings = flatten_sharded_tensors(flat.values), flat.paths
 
     def create_local_plan(self) -> SavePlan:
         """Plans this rank's items as torch's planner does.
@@ -162,8 +148,6 @@ def lost_by_flattening(state_dict: dict[str, Any], planner: object, uri: str) ->
 
 
 _PLACEMENTS = frozenset((Partial, Replicate, Shard, StridedShard))
-_DICTS = frozenset((dict, OrderedDict, defaultdict))
-_KEYS = frozenset((bool, float, bytes, type(None)))  # besides str and int
 _VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, tuple))
 _VALUE = "a pickled value"  # its plan does not depend on the value
 
@@ -172,118 +156,45 @@ class _UnknownError(Exception):
     """A value whose effect on a plan is uncertain."""
 
 
-class Outline:
-    """The structure of a state dict, and its values in the order in which torch flattens it.
+def outline_of(flat: Flat) -> tuple[Any, ...] | None:
+    """Returns the outline of a state dict; None if a value's effect on a plan is uncertain."""
+    try:
+        values = [*map(_about, flat.values.values())]
+    except (_UnknownError, RuntimeError):  # tensors without a shape raise the latter
+        return None
+    # DTensor.to_local() depends on the first
+    return torch.is_grad_enabled(), [*flat.paths.values()], flat.structure(), values
 
-    Attributes:
-        leaves: The values; None if they were dropped.
-    """
 
-    __slots__ = ("_meshes", "_signature", "leaves")
+def _about(value: Any) -> Any:
+    """Returns all properties of a value that affect its plan, or the layout of its bytes."""
+    kind = type(value)
+    if kind in PLAIN:
+        return _tensor(value)
+    if kind is DTensor:
+        return _dtensor(value)
+    if kind not in _VALUES and (
+        isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__")
+    ):
+        raise _UnknownError
+    return _VALUE
 
-    def __init__(self) -> None:
-        self.leaves: list[Any] | None = []
-        self._signature: list[Any] = [torch.is_grad_enabled()]  # DTensor.to_local() depends on it
-        self._meshes: dict[int, tuple[int, Any]] = {}
 
-    @classmethod
-    def of(cls, state_dict: dict[str, Any]) -> Outline | None:
-        """Returns the outline of a state dict; None if a value's effect on a plan is uncertain."""
-        made = cls()
-        try:
-            made._dict(state_dict)
-        except (_UnknownError, RuntimeError):  # tensors without a shape raise the latter
-            return None
-        return made
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Outline):
-            return NotImplemented
-        return self._signature == other._signature and [
-            mesh for _, mesh in self._meshes.values()
-        ] == [mesh for _, mesh in other._meshes.values()]
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def without_leaves(self) -> Outline:
-        """Returns a copy to keep, without the values."""
-        kept = Outline()
-        kept.leaves, kept._signature, kept._meshes = None, self._signature, self._meshes
-        return kept
-
-    def _dict(self, value: dict[Any, Any]) -> None:
-        if type(value) not in _DICTS:
-            raise _UnknownError
-        told = self._signature.append
-        told(type(value))
-        told(len(value))
-        assert self.leaves is not None
-        leaf = self.leaves.append
-        for key, entry in value.items():
-            if type(key) is str or type(key) is int:
-                told(key)
-            # torch writes them as text, while True equals 1, and 0.0 equals -0.0
-            elif type(key) in _KEYS:
-                told((type(key), str(key)))
-            else:
-                raise _UnknownError
-            kind = type(entry)
-            if kind in PLAIN:
-                told(_tensor(entry))
-                leaf(entry)
-            elif kind is DTensor:
-                told(self._dtensor(entry))
-                leaf(entry)
-            elif kind in _VALUES:
-                told(_VALUE)
-                leaf(entry)
-            else:
-                self._other(entry)
-
-    def _other(self, value: Any) -> None:
-        """Adds a list entry, or a rare type of dict entry."""
-        assert self.leaves is not None
-        kind = type(value)
-        if kind in _DICTS:
-            self._dict(value)
-            return
-        if isinstance(value, list) and is_flattened(value):
-            if kind is not list:
-                raise _UnknownError
-            self._signature += (list, len(value))
-            for entry in value:
-                self._other(entry)
-            return
-        if kind in PLAIN:
-            told: Any = _tensor(value)
-        elif kind is DTensor:
-            told = self._dtensor(value)
-        elif (
-            isinstance(value, (torch.Tensor, Mapping))  # some of these have any attribute
-            or hasattr(value, "__create_write_items__")
-        ):
-            raise _UnknownError
-        else:
-            told = _VALUE
-        self._signature.append(told)
-        self.leaves.append(value)
-
-    def _dtensor(self, tensor: DTensor) -> tuple[Any, ...]:
-        spec, local = tensor._spec, tensor._local_tensor
-        mesh, placements = spec.mesh, spec.placements
-        kinds = tuple(map(type, placements))
-        if type(mesh) is not DeviceMesh or not _PLACEMENTS.issuperset(kinds):
-            raise _UnknownError
-        number, _ = self._meshes.setdefault(id(mesh), (len(self._meshes), mesh))
-        return (
-            number,
-            kinds,  # in torch 2.9, a StridedShard equals the Shard of its dimension
-            placements,
-            tensor.shape,
-            tensor.requires_grad,
-            _attributes(tensor),
-            _tensor(local),
-        )
+def _dtensor(tensor: DTensor) -> tuple[Any, ...]:
+    spec = tensor._spec
+    mesh, placements = spec.mesh, spec.placements
+    kinds = tuple(map(type, placements))
+    if type(mesh) is not DeviceMesh or not _PLACEMENTS.issuperset(kinds):
+        raise _UnknownError
+    return (
+        mesh,
+        kinds,  # in torch 2.9, a StridedShard equals the Shard of its dimension
+        placements,
+        tensor.shape,
+        tensor.requires_grad,
+        _attributes(tensor),
+        _tensor(tensor._local_tensor),
+    )
 
 
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -337,19 +248,8 @@ def ref_to(group: dist.ProcessGroup | None) -> GroupRef:
     return None if group is None else weakref.ref(group)
 
 
-@dataclass(frozen=True, eq=False)
-class OfAllRanks:
-    """The plan and the locations of all ranks, which the coordinator keeps for later saves.
-
-    Attributes:
-        planned: The plan of all ranks.
-        digests: The digest of each rank's plan, by rank; empty before the first save by it.
-        extents: The locations of each rank's items in the last save, by rank.
-    """
-
-    planned: Planned
-    digests: tuple[bytes, ...] = ()
-    extents: tuple[Extents, ...] = ()
+PlanKey: TypeAlias = "tuple[GroupRef, tuple[Any, ...], tuple[Any, ...]]"
+"""What a plan depends on: the ranks, options (see :func:`flags_of`), and the outline."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -357,41 +257,31 @@ class KnownPlan:
     """This rank's plan of a save, kept for later saves of the same structure.
 
     Attributes:
+        key: What the plan depends on; None if the state dict has no outline: it is not kept then.
         number: The plan's number, the same on all ranks.
-        group: The ranks, as :func:`ref_to` returns it, so that a destroyed group is freed.
-        flags: The flags of the planner, see :func:`flags_of`, and the store's checksum algorithm.
-        outline: The outline of this rank's state dict, without its values; None if it has none.
         structure: The nesting that flattening has lost.
         plan: The plan of the items that this rank writes.
         copies: The items that this rank has in common with others.
-        of_all: On the coordinator, the plan and the locations of all ranks.
-        names: The flat names of the values, in the outline's order.
-        mappings: The paths of the values, by their names.
-        digest: The digest of ``plan``.
+        of_all: On the coordinator, the plan of all ranks.
         expected: About how many bytes this rank will write.
-        leaves: For each item, the number of its value.
         forms: For each item, its form in an object; None unless it is a small tensor in host
             memory.
         extents: The locations of the items in the last save.
+        of_ranks: On the coordinator, the same of all ranks, by rank; empty before the first save.
         saves: How many saves have used the plan.
         record: The plan as a record without locations; None until it is needed.
     """
 
+    key: PlanKey | None
     number: int
-    group: GroupRef
-    flags: tuple[Any, ...]
-    outline: Outline | None
     structure: Structure
     plan: SavePlan
     copies: Copies
-    of_all: OfAllRanks | None
-    names: tuple[str, ...] = ()
-    mappings: dict[str, Any] = field(default_factory=dict)
-    digest: bytes = b""
+    of_all: Planned | None
     expected: int = 0
-    leaves: Sequence[int] = ()
     forms: Sequence[StoredForm | None] = ()
     extents: Extents = field(default_factory=Extents.none)
+    of_ranks: tuple[Extents, ...] = ()
     saves: int = 0
     record: bytes | None = None
 
@@ -399,81 +289,56 @@ class KnownPlan:
         """Returns the plan as the planner finishes it, with the data that later saves need."""
         plan = planner.finish_plan(self.plan)
         made = replace(self, plan=plan, expected=expected_size(plan.items))
-        if self.outline is None:
+        if self.key is None:
             return made  # it is not kept
-        values = planner.state_dict
-        numbers = {name: number for number, name in enumerate(values)}
-        return replace(
-            made,
-            names=tuple(values),
-            mappings=planner.mappings,
-            digest=_digest_of(plan),
-            leaves=[numbers[item.index.fqn] for item in plan.items],
-            forms=[
-                None
-                if item.tensor_data is None
-                else _form(item.index.fqn, values[item.index.fqn], item.tensor_data.chunk.sizes)
-                for item in plan.items
-            ],
-        )
-
-    def restore(self, planner: DefaultSavePlanner, outline: Outline, *, coordinates: bool) -> None:
-        """Sets a planner up as it was when it made the plan, with the values of an outline."""
-        assert outline.leaves is not None
-        planner.state_dict = dict(zip(self.names, outline.leaves, strict=True))
-        planner.mappings, planner.plan = self.mappings, self.plan
-        planner.is_coordinator = coordinates
+        forms = [
+            None
+            if item.tensor_data is None
+            else _form(
+                item.index.fqn, planner.state_dict[item.index.fqn], item.tensor_data.chunk.sizes
+            )
+            for item in plan.items
+        ]
+        return replace(made, forms=forms)
 
     def small_tensors(self, planner: DefaultSavePlanner) -> SmallTensors:
         """Returns the small tensors of the items, whose data need not come from the planner."""
-        if not self.forms:
-            return ()
-        values = [*planner.state_dict.values()]
         return [
-            None if form is None else (form, _local(values[leaf]))
-            for leaf, form in zip(self.leaves, self.forms, strict=True)
+            None if form is None else (form, _local(planner.state_dict[item.index.fqn]))
+            for item, form in zip(self.plan.items, self.forms, strict=False)
         ]
 
 
-_entries: list[KnownPlan] = []  # the last used one first
+_plans: list[KnownPlan] = []  # the last used one first
 _lock = module_lock()
 
 
-def find(
-    group: dist.ProcessGroup | None, flags: tuple[Any, ...], outline: Outline
-) -> KnownPlan | None:
-    """Returns the kept plan for a state dict of this outline; None if no plan fits."""
+def find(key: PlanKey) -> KnownPlan | None:
+    """Returns the kept plan for a key; None if there is none."""
     with _lock:
-        for entry in _entries:
-            if entry.group == ref_to(group) and entry.flags == flags and entry.outline == outline:
-                return entry
-    return None
+        return next((plan for plan in _plans if plan.key == key), None)
 
 
-def drop(entry: KnownPlan) -> None:
+def drop(plan: KnownPlan) -> None:
     """Drops a kept plan when a save by it begins; the save keeps it again once it has committed.
 
     A failed save leaves no kept plan, since ranks may have seen different outcomes.
     """
     with _lock:
-        _entries[:] = [other for other in _entries if other is not entry]
+        _plans[:] = [other for other in _plans if other is not plan]
 
 
-def remember(entry: KnownPlan) -> None:
-    """Keeps a plan for later saves, in place of one for the same structure."""
-    with _lock:
-        held = [other for other in _entries if not _is_for_the_same(other, entry)]
-        _entries[:] = [entry, *held][:_MOST]
+def remember(plan: KnownPlan) -> None:
+    """Keeps a plan for later saves, in place of one with the same key, unless it has no key."""
+    if plan.key is not None:
+        with _lock:
+            _plans[:] = [plan, *(other for other in _plans if other.key != plan.key)][:_MOST]
 
 
 def forget() -> None:
     """Drops all kept plans."""
     with _lock:
-        _entries.clear()
-
-
-def _is_for_the_same(one: KnownPlan, other: KnownPlan) -> bool:
-    return one.group == other.group and one.flags == other.flags and one.outline == other.outline
+        _plans.clear()
 
 
 def flags_of(planner: object) -> tuple[Any, ...] | None:
@@ -483,9 +348,7 @@ def flags_of(planner: object) -> tuple[Any, ...] | None:
     """
     if type(planner) is not CloudSavePlanner or _is_changed(planner):
         return None
-    if not (planner.flatten_state_dict and planner.flatten_sharded_tensors):
-        return None
-    return (planner.dedup_save_to_lowest_rank,)
+    return (planner.dedup_save_to_lowest_rank,) if planner.flatten_state_dict else None
 
 
 def _is_changed(planner: DefaultSavePlanner) -> bool:
@@ -495,19 +358,6 @@ def _is_changed(planner: DefaultSavePlanner) -> bool:
 def new_number() -> int:
     """Returns a random number for a new plan."""
     return PLAN_ANEW + 1 + secrets.randbelow(1 << 61)
-
-
-def _digest_of(plan: SavePlan) -> bytes:
-    """Returns a digest of a rank's items and their order, for the coordinator to compare."""
-    made = hashlib.blake2b(digest_size=16)
-    for item in plan.items:
-        data = item.tensor_data
-        about: tuple[Any, ...] | None = None
-        if data is not None:
-            about = (tuple(data.size), tuple(data.chunk.sizes), str(data.properties.dtype))
-        where = None if item.index.offset is None else tuple(item.index.offset)
-        made.update(repr((item.index.fqn, where, item.type.value, about)).encode())
-    return made.digest()
 
 
 def _form(name: str, value: torch.Tensor, sizes: torch.Size) -> StoredForm | None:

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -152,6 +152,8 @@ class CloudStorageWriter(OurWriter):
         attempt: The random name of this save, on a rank that commits.
         noted: The notes to be stored with the checkpoint, as bytes.
         hold: The base of this save and the marks that keep it, on a rank that commits.
+        contents: Makes what collects the digests of so many items, and knows which of them the base
+            has; None if everything is sent.
         commits: Whether this rank commits.
         committed: Whether the save is committed, as far as this rank alone knows; None during the
             commit, after an uncertain commit, and if another rank commits.
@@ -210,6 +212,7 @@ class CloudStorageWriter(OurWriter):
         self._planning: tuple[SavePlanner, Mapping[str, Any]] | None = None
         self._digests: Digests | None = None
         self.hold: Hold | None = None
+        self.contents: Callable[[int], Contents] | None = None
         self.commits = False
         self.committed: bool | None = None
         self._is_finished = False
@@ -356,25 +359,19 @@ class CloudStorageWriter(OurWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Sends this rank's items; returns when the store has all of them."""
-        if self.is_incremental:
+        if self.is_incremental and self.contents is None:
             logger.warning(
                 "%s: everything is uploaded, because only cloudckpt.save with a CloudStorageWriter "
                 "itself, not one of a derived class, saves incrementally",
                 self.uri,
             )
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([self.written(plan, planner)])
-        return future
-
-    def written(
-        self, plan: SavePlan, planner: SavePlanner, contents: Contents | None = None
-    ) -> WriteResult:
-        """Sends this rank's items as :meth:`send` does; returns the report for :meth:`finish`."""
-        digests = self._digests
-        record = self.send(plan, planner, contents=contents, digests=digests)
+        record = self.send(plan, planner)
         indices = tuple(item.index for item in plan.items)
-        copies = [] if digests is None else digests.of_all()
-        return WriteResult(MetadataIndex(""), 0, Report(record, indices, copies))
+        copies = [] if self._digests is None else self._digests.of_all()
+        report = Report(record, indices, copies)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(MetadataIndex(""), 0, report)])
+        return future
 
     def send(
         self,
@@ -384,8 +381,6 @@ class CloudStorageWriter(OurWriter):
         expected: int | None = None,
         small: SmallTensors = (),
         pending: Pending | None = None,
-        contents: Contents | None = None,
-        digests: Digests | None = None,
     ) -> Record:
         """Sends this rank's items; returns their record once the store has all of them.
 
@@ -396,8 +391,6 @@ class CloudStorageWriter(OurWriter):
             small: The small tensors whose data need not come from the planner, if they are known.
             pending: The object to leave in the store if this trainer ends before the commit,
                 without the locations of the items.
-            contents: Knows which items need not be sent.
-            digests: Makes the digests of the items.
         """
         uri, sending = str(self.uri), time.time()
         planned = sending - self._began  # torch's planning, as far as a writer sees it
@@ -408,8 +401,9 @@ class CloudStorageWriter(OurWriter):
             try:
                 store, name = self._store(), random_suffix()
                 target = Destination(self.uri, self.config, self._rank, name, expected)
+                contents = None if self.contents is None else self.contents(len(plan.items))
                 layout = StateLayout(
-                    plan.items, planner, target, store.capabilities, small, contents, digests
+                    plan.items, planner, target, store.capabilities, small, contents, self._digests
                 )
                 objects = self.sender(target, store, layout, stats, pending)
                 self._written = [one.name for one in objects]
