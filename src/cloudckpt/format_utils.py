@@ -61,12 +61,8 @@ class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
     The state dict alone determines what is loaded and how it is sharded.
     """
 
-    def __init__(
-        self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__("")
-        self.flatten_state_dict = flatten_state_dict
-        self.flatten_sharded_tensors = flatten_sharded_tensors
 
     def set_up_planner(
         self,

@@ -327,7 +327,7 @@ def test_one_process_can_load_without_a_group(local):
 def test_a_value_that_holds_tensors_is_not_loaded_as_one(local):
     put(local, "model.pt", bytes_of_file({"a": {"t": numbered(5)}}))
     reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
-    planner = DynamicMetaLoadPlanner(flatten_state_dict=False)
+    planner = stock.DynamicMetaLoadPlanner(flatten_state_dict=False)
     with pytest.raises(UnsupportedTensorError, match="flattens"):
         cloudckpt.load({"a": {"t": torch.zeros(5)}}, storage_reader=reader, planner=planner)
 

@@ -34,17 +34,15 @@ from cloudckpt.dcp.loading import Load, Offer, SharedReads
 from cloudckpt.dcp.meeting import Meeting, RankStatus, all_expected
 from cloudckpt.dcp.reader import CloudStorageReader, Model
 from cloudckpt.dcp.report import LoadReport
-from cloudckpt.errors import (
-    CheckpointReplacedError,
-    CloudCheckpointError,
-    TransferCancelledError,
-)
+from cloudckpt.errors import CheckpointReplacedError, CloudCheckpointError
 from cloudckpt.transfer.landing import Segment
 from cloudckpt.transfer.retry import retry_if_replaced
 
 __all__ = ["load_together"]
 
 logger = logging.getLogger("cloudckpt")
+
+_LOADING = "while it was loaded"
 
 
 def load_together(
@@ -148,7 +146,7 @@ class _Load:
             if self._meeting.group is not None or isinstance(error, CloudCheckpointError):
                 raise
             # as if one of several ranks had failed
-            raise one_error({0: error}, 0, "while it was loaded", self._uri) from error
+            raise one_error({0: error}, 0, _LOADING, self._uri) from error
 
     def reported(self) -> LoadReport:
         """Returns the report of the load, and logs what may not be intended."""
@@ -165,7 +163,7 @@ class _Load:
             uri,
             left_alone=content.left_alone | ({} if ours is None else ours.left_alone),
             converted=None if ours is None else ours.converted,
-            unused=content.others if ours is None else content.others | ours.unused,
+            unused=content.others,
         )
         if self._meeting.rank == 0 and getattr(planner, "tells", True):
             report.log()
@@ -277,21 +275,15 @@ class _Load:
 
     def _fetch(self, shared: SharedReads | None) -> None:
         """Fetches this rank's bytes; raises the same error on all ranks if it fails on one."""
-        failure: BaseException | None = None
-        try:
-            if self._load is None:
-                self._reader.read_data(self._plan, self._planner).wait()
-            else:
-                self._load.run(shared)
-        except BaseException as error:
-            if self._meeting.is_broken:
-                raise
-            failure = error
-        finally:
-            if shared is not None:
-                shared.leave()
-        own = None if isinstance(failure, TransferCancelledError) else failure
-        consensus = self._meeting.exchange(RankStatus(failure=own), has_begun=True)
-        consensus.raise_on_all_ranks("while it was loaded")
-        if failure is not None:
-            raise failure
+
+        def fetch() -> None:
+            try:
+                if self._load is None:
+                    self._reader.read_data(self._plan, self._planner).wait()
+                else:
+                    self._load.run(shared)
+            finally:
+                if shared is not None:
+                    shared.leave()
+
+        self._meeting.begin(fetch, during=_LOADING)

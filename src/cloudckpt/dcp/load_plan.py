@@ -65,6 +65,7 @@ _META = torch.device("meta")
 _FEW = 16
 """Up to this many chunks, comparing one by one is faster than all at once."""
 _NOTHING = torch.Size([0])
+_REPLACED = "a value that takes the tensor's place"
 
 
 class CloudLoadPlanner(DefaultLoadPlanner):
@@ -72,8 +73,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
 
     torch stores loaded values under the strings in its paths: next to an integer key, a string key
     appears with the new value, and the integer key keeps the old value. It takes an empty dict in a
-    list for a value that is missing in the checkpoint. Without ``flatten_state_dict`` it stores
-    values in a copy that the caller does not get, and that lacks empty containers.
+    list for a value that is missing in the checkpoint. This planner always flattens the state dict;
+    a container that was saved as one value is loaded as one.
 
     Args:
         uri: The checkpoint, for messages.
@@ -86,7 +87,6 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             were saved from.
         left_alone: The names that keep their values although the checkpoint has an entry, and why.
         converted: The names that are loaded in another form than they were saved in, and how.
-        unused: The names of values that were read, and not used.
     """
 
     map_location: str | torch.device | None = None
@@ -100,14 +100,11 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self._whole: dict[str, list[str]] = {}
         self.left_alone: dict[str, str] = {}
         self.converted: dict[str, str] = {}
-        self.unused: set[str] = set()
 
     @classmethod
     def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
-        """Makes a planner with the flags of one of torch's planners."""
+        """Makes a planner that allows a partial load if one of torch's planners does."""
         made = cls(uri)
-        made.flatten_state_dict = planner.flatten_state_dict
-        made.flatten_sharded_tensors = planner.flatten_sharded_tensors
         made.allow_partial_load = planner.allow_partial_load
         return made
 
@@ -130,18 +127,11 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         # torch's own function also replaces each value that is neither number nor string by None
         self.original_state_dict = _ready_to_load(state_dict, (), allocates)
         self.metadata, self.is_coordinator = metadata, is_coordinator
-        if self.flatten_state_dict:
-            # as a save does; torch's load copies all containers first, and loses empty ones
-            with paused_gc():
-                self._flat = Flat(self.original_state_dict, self._uri)
-            state_dict, self.mappings = self._flat.values, self._flat.paths
-        if self.flatten_sharded_tensors:
-            state_dict = flatten_sharded_tensors(state_dict)
-        self.state_dict = state_dict
-        if not self.flatten_state_dict:
-            for name, value in self.original_state_dict.items():
-                if not isinstance(value, torch.Tensor):  # a rank may have no shard of a tensor
-                    self.state_dict[name] = value
+        # as a save does; torch's load copies all containers first, and loses empty ones
+        with paused_gc():
+            self._flat = Flat(self.original_state_dict, self._uri)
+        self.state_dict = flatten_sharded_tensors(self._flat.values)
+        self.mappings = self._flat.paths
 
     def create_local_plan(self) -> LoadPlan:
         """Plans this rank's reads as torch's planner does.
@@ -158,14 +148,14 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         for name, value in self.state_dict.items():
             check_shards(value, name)
         self._take_lengths(table)
-        self.left_alone, self.converted, self.unused, self._whole = {}, {}, set(), {}
-        replaced: list[str] = []
-        if self.flatten_state_dict:
-            self.left_alone = self._empty(table)
-            replaced = self._take_whole(table)
-        missing = [name for name in self.state_dict if name not in table.names]
-        tied = self._tied(missing) if missing else {}
-        missing = [name for name in missing if name not in tied]
+        self.left_alone, self.converted, self._whole = self._empty(table), {}, {}
+        self._take_whole(table)
+        self._take_tied(table)
+        missing = [
+            name
+            for name in self.state_dict
+            if name not in table.names and name not in self.converted
+        ]
         if missing and not self.allow_partial_load:
             raise self._missing(missing)
         for name, value in [*self.state_dict.items()]:
@@ -173,18 +163,16 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             if entry is not None and entry.shape is not None:
                 self._leave_unfit(name, value, entry)
             elif entry is not None and isinstance(value, torch.Tensor):
-                replaced.append(name)
+                self.converted[name] = _REPLACED
         with paused_gc():
             plan, moved = plan_reads(self.state_dict, table, self._uri)
         types = conversions(self.state_dict, functools.partial(saved_type, table))
-        check_types(types, self._uri, logs=self.tells and self.is_coordinator)
+        logs = self.tells and self.is_coordinator
+        check_types(types, self._uri, logs=logs)
+        replaced = [name for name, how in self.converted.items() if how == _REPLACED]
         self.converted.update(dict.fromkeys(moved, "saved in other parts"))
         self.converted.update((name, f"{saved} to {now}") for name, (saved, now) in types.items())
-        self.converted.update(dict.fromkeys(replaced, "a value that takes the tensor's place"))
-        self.converted.update(
-            (one, f"loaded with {it}, as they are tied") for one, it in tied.items()
-        )
-        if replaced and self.tells and self.is_coordinator:
+        if replaced and logs:
             logger.warning(
                 "%s: %d tensors of the state dict are not tensors in the checkpoint, such as %s. "
                 "The loaded values replace them in the state dict; the tensors themselves are not "
@@ -213,19 +201,16 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         elif not self.allow_partial_load:
             raise self._missing(missing)
         else:
-            self.unused.add(read_item.dest_index.fqn)
+            del self.state_dict[read_item.dest_index.fqn]
             why = f"the checkpoint has a {type(value).__name__} in place of the container"
             self.left_alone.update(dict.fromkeys(missing, why))
 
     def _store(self, name: str, value: Any) -> None:
-        if not self.flatten_state_dict:
-            self.state_dict[name] = self.original_state_dict[name] = value
-            return
         *outer, last = self._flat.true(self.mappings[name])
         container: Any = self.original_state_dict
         for key in outer:
             container = container[key]
-        container[last] = value
+        self.state_dict[name] = container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
         """Returns the dicts that are empty here, but not in the checkpoint, and a text for each."""
@@ -251,18 +236,13 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             if not is_bytes or entry is None or entry.shape is None:
                 continue
             if value.dim() == len(entry.shape) == 1 and tuple(value.shape) != entry.shape:
-                made = torch.empty(entry.shape, dtype=torch.uint8, device=value.device)
-                self.state_dict[name] = made
-                self._store(name, made)
+                self._store(name, torch.empty(entry.shape, dtype=torch.uint8, device=value.device))
 
-    def _take_whole(self, table: Table) -> list[str]:
+    def _take_whole(self, table: Table) -> None:
         """Plans to load dicts and lists as single values if they were saved without flattening.
 
         Dicts that are empty in the state dict stay empty if an empty dict was saved: another rank
         may have saved a value under that name.
-
-        Returns:
-            The names of tensors that these containers replace.
         """
         assert self.metadata is not None
         paths = self.metadata.planner_data
@@ -270,7 +250,6 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         record = record_behind(self.metadata)
         saved_empty = frozenset(() if record is None else record.structure.empty)
         missing = [self.mappings[name] for name in self.state_dict if name not in table.names]
-        left: list[str] = []
         own_empty = frozenset(self._flat.empty)
         empty = [path for path in self._flat.empty if path not in saved_empty]
         for path in (*missing, *empty):
@@ -286,10 +265,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                     if path not in own_empty:
                         self._whole.setdefault(whole, []).append(name)
                         if isinstance(self.state_dict.pop(name), torch.Tensor):
-                            left.append(name)
+                            self.converted[name] = _REPLACED
                     self.state_dict[whole], self.mappings[whole] = None, path[:depth]
                     break
-        return left
 
     def _leave_unfit(self, name: str, value: Any, entry: Entry) -> None:
         """Excludes a value that can't take the saved tensor from the load.
@@ -313,20 +291,19 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             self.left_alone[name] = why
             del self.state_dict[name]
 
-    def _tied(self, missing: Sequence[str]) -> dict[str, str]:
-        """Returns the missing tensors that share memory with a loaded tensor, and its name."""
-        assert self.metadata is not None
-        stored = self.metadata.state_dict_metadata
+    def _take_tied(self, table: Table) -> None:
+        """Finds the missing tensors that share memory with a tensor that is loaded."""
+        missing = [name for name in self.state_dict if name not in table.names]
+        if not missing:
+            return
         loaded = {
             memory: name
             for name, value in self.state_dict.items()
-            if name in stored and (memory := _memory_of(value)) is not None
+            if name in table.names and (memory := _memory_of(value)) is not None
         }
-        return {
-            name: loaded[memory]
-            for name in missing
-            if (memory := _memory_of(self.state_dict[name])) in loaded
-        }
+        for name in missing:
+            if (memory := _memory_of(self.state_dict[name])) in loaded:
+                self.converted[name] = f"loaded with {loaded[memory]}, as they are tied"
 
     def _missing(self, names: Sequence[str]) -> MissingKeyError:
         assert self.metadata is not None
@@ -350,7 +327,6 @@ class EverythingPlanner(CloudLoadPlanner):
     def __init__(self, uri: str, device: str | torch.device | None = None) -> None:
         super().__init__(uri)
         self.map_location = device if device is not None else "cpu"  # regardless of torch's default
-        self.flatten_state_dict = self.flatten_sharded_tensors = False  # it is flat, and stays so
 
     def set_up_planner(
         self,

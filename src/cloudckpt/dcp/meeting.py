@@ -48,6 +48,7 @@ from cloudckpt.errors import (
     ConfigError,
     DifferentCheckpointsError,
     ProcessGroupError,
+    TransferCancelledError,
 )
 
 __all__ = [
@@ -144,11 +145,14 @@ class Consensus:
         rank: This rank in the group.
         statuses: The statuses, by rank.
         values: The values that ranks have reported besides, by rank.
+        during: What the ranks were doing, such as "while it was loaded"; empty if they met before
+            they began.
     """
 
     rank: int
     statuses: Sequence[RankStatus]
     values: list[Any]
+    during: str
 
     @property
     def any_is_busy(self) -> bool:
@@ -177,20 +181,17 @@ class Consensus:
         """The numbers of earlier saves whose failure some rank has reported in this meeting."""
         return {one.earlier for one in self.statuses if one.earlier is not None}
 
-    def raise_on_all_ranks(self, when: str = "before it began") -> None:
+    def raise_on_all_ranks(self) -> None:
         """Raises the error in which the meeting results, the same on all ranks, if any.
 
         Raises:
             BaseException: See :meth:`objection`.
         """
-        if (error := self.objection(when)) is not None:
+        if (error := self.objection()) is not None:
             raise error
 
-    def objection(self, when: str = "before it began") -> BaseException | None:
+    def objection(self) -> BaseException | None:
         """Returns the error in which the meeting results, the same on all ranks; None without one.
-
-        Args:
-            when: When the failures happened, for the message.
 
         Returns:
             A ConfigError if two ranks were given different options, or run different versions; a
@@ -213,7 +214,7 @@ class Consensus:
             return None
         if len(self.statuses) == 1:
             return failures[0]  # no other rank has to understand it
-        when = "in an earlier save" if self.earlier else when
+        when = "in an earlier save" if self.earlier else self.during or "before it began"
         return one_error(failures, self.rank, when, first.location or None)
 
 
@@ -283,60 +284,67 @@ class Meeting:
         """The number of ranks."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def exchange(
-        self, status: RankStatus, value: Any = None, *, has_begun: bool = False
-    ) -> Consensus:
+    def exchange(self, status: RankStatus, value: Any = None, *, during: str = "") -> Consensus:
         """Exchanges the ranks' statuses, and a value of each; a collective call.
 
         Args:
             status: This rank's status.
             value: A value to report besides.
-            has_begun: Whether the ranks report the result of the work, not whether they can begin
-                it.
+            during: What the ranks were doing, such as "while it was loaded", for messages; empty
+                if they meet before they begin. A rank that waits for others then logs who is
+                missing.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.
         """
         if self.group is None:
-            return Consensus(0, [status], [value])
-        with self._together(status.failure, has_begun):
+            return Consensus(0, [status], [value], during)
+        with self._together(status.failure, during):
             rank, failure = dist.get_rank(self.group), portable(status.failure, status.location)
             own = status._replace(failure=failure), value
             reports: list[Any] = [None] * dist.get_world_size(self.group)
             dist.all_gather_object(reports, pickle.dumps(own), group=self.group)
         # equal reports of many ranks are unpickled once; this rank's failure keeps its traceback
         parsed = {report: pickle.loads(report) for report in set(reports)}  # noqa: S301 - of a rank
-        found = [parsed[report] for report in reports]
-        found[rank] = own
-        return Consensus(rank, [one for one, _ in found], [one for _, one in found])
+        by_rank = [parsed[report] for report in reports]
+        by_rank[rank] = own
+        statuses, values = zip(*by_rank, strict=True)
+        return Consensus(rank, statuses, [*values], during)
 
     def begin(
-        self, prepare: Callable[[], T], status: Callable[[T], RankStatus] = _no_objection
+        self,
+        prepare: Callable[[], T],
+        status: Callable[[T], RankStatus] = _no_objection,
+        *,
+        during: str = "",
     ) -> T:
         """Returns the result of ``prepare``, if it succeeds on all ranks; a collective call.
 
         Args:
             prepare: Called on this rank. An error that it raises is reported to all ranks.
             status: Makes this rank's status from the result of ``prepare``.
+            during: As in :meth:`exchange`, if ``prepare`` is part of the work itself.
 
         Raises:
             BaseException: The error of ``prepare``, if this process is alone.
             CloudCheckpointError: See :meth:`Consensus.objection` and :meth:`exchange`.
         """
-        return self.begin_planned(prepare, status)[0]
+        return self.begin_planned(prepare, status, during=during)[0]
 
     def begin_planned(
-        self, prepare: Callable[[], T], status: Callable[[T], RankStatus]
+        self, prepare: Callable[[], T], status: Callable[[T], RankStatus], *, during: str = ""
     ) -> tuple[T, int]:
         """Does the same as :meth:`begin`, and also returns :attr:`Consensus.plan`."""
-        with all_expected(self.group):
+        with all_expected(None if during else self.group):
             try:
                 made = prepare()
                 own = status(made)
             except BaseException as error:
-                self.exchange(RankStatus(failure=error)).raise_on_all_ranks()
+                # a cancelled rank reports no failure: the one that has failed does
+                failure = None if isinstance(error, TransferCancelledError) else error
+                self.exchange(RankStatus(failure=failure), during=during).raise_on_all_ranks()
                 raise
-            consensus = self.exchange(own)
+            consensus = self.exchange(own, during=during)
         consensus.raise_on_all_ranks()
         return made, consensus.plan
 
@@ -363,7 +371,7 @@ class Meeting:
         if self.group is None:
             return value
         told = [value]
-        with self._together(None, has_begun=False):
+        with self._together(None):
             device = torch.device(device_for_collectives(self.group))
             dist.broadcast_object_list(told, group=self.group, group_src=0, device=device)
         return told[0]
@@ -374,7 +382,8 @@ class Meeting:
         Raises:
             ProcessGroupError: If the ranks lost each other.
         """
-        return self.exchange(RankStatus(), value, has_begun=True).values
+        during = "while they exchanged their results"
+        return self.exchange(RankStatus(), value, during=during).values
 
     def divided_by_first(
         self,
@@ -395,7 +404,7 @@ class Meeting:
             CloudCheckpointError: If ``make`` fails on a rank, or ``divide`` on the first.
         """
         ranks = Collectives(self.group, self.group is not None, 0)
-        with self._together(None, has_begun=False):
+        with self._together(None):
             try:
                 return ranks.reduce_scatter("plan", make, divide)
             except CheckpointException as exc:
@@ -403,9 +412,9 @@ class Meeting:
         raise one_error(failures, self.rank, "before it began", uri)
 
     @contextlib.contextmanager
-    def _together(self, failure: BaseException | None, has_begun: bool) -> Iterator[None]:
+    def _together(self, failure: BaseException | None, during: str = "") -> Iterator[None]:
         try:
-            with all_expected(None if has_begun else self.group):
+            with all_expected(None if during else self.group):
                 yield
         # gloo raises the former, and a destroyed group the latter
         except (RuntimeError, ValueError) as exc:
@@ -413,11 +422,11 @@ class Meeting:
             break_off(self.group)
             if failure is not None:
                 raise failure from exc
-            outcome = "" if has_begun else ", and nothing was started"
             raise ProcessGroupError(
-                f"the ranks lost each other{outcome}: one ended or its connection broke; find "
-                "out which rank ended first and why, and start all of them again",
-                committed=None if has_begun else False,
+                f"the ranks lost each other {during or 'before they began'}: one ended or its "
+                "connection broke; find out which rank ended first and why, and start all of them "
+                "again",
+                committed=None if during else False,
                 cause=exc,
             ) from exc
         except BaseException:

@@ -27,7 +27,7 @@ from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.failures import portable_errors
+from cloudckpt.dcp.failures import portable, portable_errors
 from cloudckpt.dcp.loading import Load
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.errors import (
@@ -183,7 +183,7 @@ class CloudStorageReader(OurReader):
             self.uri = CheckpointURI.parse(checkpoint_id)
         self.transferred: Transferred | None = None
         self.report: LoadReport | None = None
-        self._failure: CloudCheckpointError | None = None
+        self._failure: Exception | None = None
         self._load_id = str(uuid.uuid4())
         self._places = Places(self.uri, None)
         self._commit: CommitObject | None = None
@@ -204,17 +204,20 @@ class CloudStorageReader(OurReader):
             CheckpointCorruptError: If the commit object is damaged.
             CheckpointReplacedError: If it was replaced during each of several attempts to read it.
         """
-        # after a failure, torch's loader calls this again, for the metadata of one rank
+        # torch's loader passes on a failure only as text, and then asks for the metadata of its
+        # rank; an error of set_up_storage_reader reaches every rank unchanged
         if kwargs.get("rank") is not None and self._failure is not None:
-            return _UnreadableMetadata(self._failure)
+            return Metadata(ReadLater(self._raise_failure))  # type: ignore[arg-type]
         self._failure = None
         try:
             return retry_if_replaced(self._read_metadata)
         except Exception as error:
-            self._failure = _named(error, str(self.uri))
-            if self._failure is error:
-                raise
-            raise self._failure from error
+            self._failure = portable(error, str(self.uri))
+            raise
+
+    def _raise_failure(self) -> NoReturn:
+        assert self._failure is not None
+        raise self._failure
 
     def _read_metadata(self) -> Metadata:
         key = self.uri.key(METADATA)
@@ -329,8 +332,8 @@ class CloudStorageReader(OurReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any
     ) -> None:
-        if isinstance(metadata, _UnreadableMetadata):
-            raise metadata.failure
+        if self._failure is not None:
+            raise self._failure
         self._places = self.places_in(metadata)
 
     def places_in(self, metadata: Metadata) -> Places:
@@ -441,33 +444,6 @@ class CloudStorageReader(OurReader):
 
     def _store(self) -> ObjectStore:
         return open_store(self.uri, self.config)
-
-
-class _UnreadableMetadata(Metadata):
-    """A placeholder for metadata that could not be read; raises the error on any use.
-
-    torch passes on an error of ``read_metadata`` only as text and then requests the rank's own
-    metadata, as if the store had said that no common metadata exist. An error in a later step
-    reaches every rank unchanged.
-    """
-
-    def __init__(self, failure: CloudCheckpointError) -> None:
-        self.failure = failure
-
-    @property
-    def state_dict_metadata(self) -> NoReturn:  # type: ignore[override]
-        raise self.failure
-
-
-def _named(error: Exception, uri: str) -> CloudCheckpointError:
-    if isinstance(error, CloudCheckpointError):
-        return error
-    return CheckpointError(
-        "the metadata could not be read, and whether there is a checkpoint is unknown; see the "
-        "cause",
-        uri=uri,
-        cause=error,
-    )
 
 
 def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Metadata:

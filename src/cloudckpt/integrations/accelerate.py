@@ -182,7 +182,7 @@ def load_state(
                     )
             _read_small_files(accelerator, folder, place)
 
-        meeting.begin(load_files)
+        meeting.begin(load_files, during="while it was loaded")
     # a rank that did not exist at the save has no file that contains the step
     accelerator.step = meeting.broadcast_from_first(lambda: accelerator.step)
     _saves_of(accelerator, config).resumed(place)

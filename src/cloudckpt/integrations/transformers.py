@@ -57,6 +57,8 @@ __all__ = ["CloudCheckpointCallback"]
 
 logger = logging.getLogger("cloudckpt")
 
+_LOADING = "while it was loaded"
+
 
 class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     """Saves each checkpoint of a Trainer to a run, and restores the newest on a fresh node.
@@ -274,7 +276,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         root = str(meeting.gathered(self._restored)[meeting.rank - local_rank])
         folder = _folder(root, step)
         self._fetch(meeting, step, folder)
-        meeting.begin(lambda: _tell_random_states(folder, meeting))
+        meeting.begin(lambda: _tell_random_states(folder, meeting), during=_LOADING)
         if self._args is not None and self._args.load_best_model_at_end:
             self._bring_best(meeting, folder, root)
         return folder
@@ -317,7 +319,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             with open(file, "w") as opened:
                 json.dump({**state, "best_model_checkpoint": place}, opened)
 
-        meeting.begin(put)
+        meeting.begin(put, during=_LOADING)
 
     def _fetch(self, meeting: Meeting, step: int, folder: str) -> None:
         """Copies a checkpoint to a folder on each node, divided among the ranks of the node."""
@@ -331,7 +333,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             with make_sync_checkpointer(options) as checkpointer:
                 checkpointer.load(uri, wanted, strict=True)
 
-        meeting.begin(fetch)
+        meeting.begin(fetch, during=_LOADING)
 
     def _forget_restored(self) -> None:
         """Deletes the local copy of the restored checkpoint."""

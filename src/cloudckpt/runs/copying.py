@@ -115,7 +115,9 @@ def copy(
     if copies[0].source != origin.root:  # the source is a run
         meeting.broadcast_from_first(lambda: copy_claim(origin, goal))
     share = copies[meeting.rank :: meeting.size]
-    made = meeting.begin(lambda: _carry_out(share, origin, goal, Progress(progress)))
+    made = meeting.begin(
+        lambda: _carry_out(share, origin, goal, Progress(progress)), during="while it was copied"
+    )
     of_all = meeting.gathered(made)
     copied = sum((one for one, _ in of_all), Copied())
     failed = [error for _, errors in of_all for error in errors]

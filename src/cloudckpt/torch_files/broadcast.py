@@ -7,8 +7,8 @@ import functools
 import io
 import itertools
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from cloudckpt.checkpoint.torch_private import device_for_collectives, flatten_s
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.load_plan import check_types, conversions
-from cloudckpt.dcp.meeting import Meeting, RankStatus
+from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.reader import OurReader
 from cloudckpt.errors import (
     CheckpointError,
@@ -30,7 +30,6 @@ from cloudckpt.errors import (
     InvalidURIError,
     MissingKeyError,
     ShapeMismatchError,
-    TransferCancelledError,
     UnsupportedTensorError,
 )
 from cloudckpt.events import Span, Transferred
@@ -42,7 +41,7 @@ from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
 
-_T = TypeVar("_T")
+_LOADING = "while it was loaded"
 
 _Target = tuple[ReadItem, torch.Tensor]
 """A tensor of this rank, and the part of the whole tensor that it is filled with."""
@@ -218,7 +217,7 @@ class BroadcastingTorchSaveReader(OurReader):
         """Broadcasts one tensor after the other, each when all ranks are ready for it."""
         meeting = Meeting.of(None, no_dist=script.world == 1)
         device = "cpu" if meeting.group is None else device_for_collectives(meeting.group)
-        targets = _on_all(meeting, lambda: self._targets(script, plan, planner))
+        targets = meeting.begin(lambda: self._targets(script, plan, planner), during=_LOADING)
         last: dict[str, torch.Tensor] = {}
 
         def fill_last() -> None:
@@ -233,12 +232,12 @@ class BroadcastingTorchSaveReader(OurReader):
             return self._room(fqn, *script.tensors[fqn], device)
 
         for fqn in script.tensors:
-            last[fqn] = _on_all(meeting, functools.partial(make_room, fqn))
+            last[fqn] = meeting.begin(functools.partial(make_room, fqn), during=_LOADING)
             if meeting.group is not None and last[fqn].numel():
                 whole = last[fqn].reshape(-1).view(torch.uint8)
                 dist.broadcast(whole, src=self.coordinator_rank)
                 del whole
-        _on_all(meeting, fill_last)
+        meeting.begin(fill_last, during=_LOADING)
         for item, tensor in itertools.chain.from_iterable(targets.values()):
             planner.commit_tensor(item, tensor)
         for item in plan.items:
@@ -287,26 +286,6 @@ class BroadcastingTorchSaveReader(OurReader):
         types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
         check_types(conversions(tensors, types.get), str(self._uri), logs=bool(self._content))
         return found
-
-
-def _on_all(meeting: Meeting, prepare: Callable[[], _T]) -> _T:
-    """Returns the result of ``prepare``, if it succeeds on all ranks; a collective call.
-
-    Raises:
-        BaseException: The error of ``prepare``.
-        TransferCancelledError: If it has failed on other ranks only; the load raises their errors.
-    """
-    failure: BaseException | None = None
-    try:
-        made = prepare()
-    except BaseException as error:  # noqa: BLE001 - raised when the other ranks know of it
-        failure = error
-    statuses = meeting.exchange(RankStatus(failure=failure), has_begun=True).statuses
-    if failure is not None:
-        raise failure
-    if any(status.failure is not None for status in statuses):
-        raise TransferCancelledError("cancelled, because another rank has failed")
-    return made
 
 
 def _region(item: ReadItem) -> tuple[slice, ...]:
