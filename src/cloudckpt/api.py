@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
@@ -24,7 +23,7 @@ from cloudckpt.dcp.content import Content
 from cloudckpt.dcp.failures import break_off, is_of_group, one_error
 from cloudckpt.dcp.load_loop import load_together
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
-from cloudckpt.dcp.meeting import Meeting, RankStatus, check_together, collective
+from cloudckpt.dcp.meeting import Meeting, check_together, collective
 from cloudckpt.dcp.reader import CloudStorageReader, OurReader
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.dcp.save_loop import SaveLoop
@@ -264,26 +263,20 @@ def _save_prepared(
         made.writer.begin(commits=meeting.rank == 0)
         return made
 
-    def begin() -> tuple[OurWriter, SavePlanner, SaveLoop]:
+    def begin() -> SaveLoop:
         made, content = _prepare_with_content(
             prepare_to_write, lambda: content_of(state_dict, meeting.rank)
         )
         planner = made.planner or CloudSavePlanner()
-        state = content.for_planner(planner)
-        loop = SaveLoop(state, made.writer, planner, meeting.group)
-        return made.writer, planner, loop
+        return SaveLoop(content.for_planner(planner), made.writer, planner, meeting.group)
 
-    def status(begun: tuple[OurWriter, SavePlanner, SaveLoop]) -> RankStatus:
-        writer, planner, loop = begun
-        return _status_of_save(writer, planner)._replace(plan=loop.plan)
-
-    (writer, _, loop), plan = meeting.begin_planned(begin, status)
+    loop, plan = meeting.begin_planned(begin, lambda loop: loop.status)
     try:
         return loop.run(plan)
     except (CheckpointException, RuntimeError, ValueError) as exc:
         if is_of_group(exc):
             break_off(meeting.group)
-        raise _clean_up_and_translate(exc, writer, meeting.rank) from exc
+        raise _clean_up_and_translate(exc, loop.writer, meeting.rank) from exc
     finally:
         forget_listings()
 
@@ -396,11 +389,11 @@ def content_of(state_dict: dict[str, Any], rank: int) -> Content:
 
 def _check_dict(state_dict: object) -> None:
     if not isinstance(state_dict, Mapping):
-        kind = type(state_dict).__name__
-        what = "model" if isinstance(state_dict, torch.nn.Module) else "name"
+        class_name = type(state_dict).__name__
+        example = "model" if isinstance(state_dict, torch.nn.Module) else "name"
         raise ConfigError(
-            f"a state dict must be a dict, not a {kind}: pass {{'{what}': ...}} with the value "
-            "in it"
+            f"a state dict must be a dict, not a {class_name}: pass {{'{example}': ...}} with the "
+            "value in it"
         )
 
 
@@ -467,10 +460,10 @@ def _reader(
 
 
 def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
-    kind = type(storage).__name__
+    class_name = type(storage).__name__
     return ConfigError(
-        f"cloudckpt.{verb} does not accept a {kind}, which is not a cloudckpt {noun}: pass it "
-        f"to torch.distributed.checkpoint.{verb}, or leave it out and pass checkpoint_id, a URI "
+        f"cloudckpt.{verb} does not accept a {class_name}, which is not a cloudckpt {noun}: pass "
+        f"it to torch.distributed.checkpoint.{verb}, or leave it out and pass checkpoint_id, a URI "
         "or a path"
     )
 
@@ -517,16 +510,3 @@ def _clean_up_and_translate(
         return exc
     failures = {rank: error for rank, (error, _) in exc.failures.items()}
     return one_error(failures, rank, f"in step {exc.args[0]!r}", uri)
-
-
-def _status_of_save(writer: OurWriter, planner: SavePlanner) -> RankStatus:
-    """Returns the properties that all ranks must share to save together.
-
-    Everything else may differ: the coordinator's options determine what is committed and on which
-    condition, each rank's options how it sends its own objects.
-    """
-    keeps_plans = isinstance(planner, DefaultSavePlanner) and bool(planner._enable_plan_caching)
-    options = f"enable_plan_caching={keeps_plans}, storage_writer={type(writer).__name__}"
-    if isinstance(writer, CloudStorageWriter) and writer.is_incremental:
-        options += ", incremental=True"
-    return RankStatus(location=writer.checkpoint_id, options=options)

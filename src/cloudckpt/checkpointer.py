@@ -202,14 +202,14 @@ class Checkpointer(ClosedAtExit):
             reader = CloudStorageReader(
                 uri, config=self._config.config, trust_pickle=self._config.trust_pickle
             )
-            where = reader.checkpoint_id
+            location = reader.checkpoint_id
             if state_dict is not None:
                 if default_map_location is not None:
                     raise ConfigError(
                         "default_map_location= applies to loading without a state_dict: leave "
                         "one of them out"
                     )
-                planner = CloudLoadPlanner(where, strict=not leave_misfits or strict)
+                planner = CloudLoadPlanner(location, strict=not leave_misfits or strict)
                 planner.allow_partial_load = not strict
                 return api.ToLoad(reader, planner)
             if strict:
@@ -217,7 +217,7 @@ class Checkpointer(ClosedAtExit):
                     "strict=True compares the keys of a state_dict, and none is given: pass "
                     "state_dict=, or leave strict= out"
                 )
-            everything.append((reader, EverythingPlanner(where, default_map_location)))
+            everything.append((reader, EverythingPlanner(location, default_map_location)))
             return api.ToLoad(*everything[0])
 
         self.load_report = api.load_prepared(

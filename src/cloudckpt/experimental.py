@@ -172,7 +172,7 @@ class CloudCheckpointReader(CheckpointReader):
         stats, missing = TransferStats(str(uri), rank), list[str]()
         with Span("load", str(uri), rank) as span:
             try:
-                found = load_torch_file(
+                state = load_torch_file(
                     uri,
                     self.options,
                     stats,
@@ -180,7 +180,7 @@ class CloudCheckpointReader(CheckpointReader):
                     trust_pickle=self.trust_pickle,
                 )
                 if state_dict is not None:
-                    found = _merged(state_dict, found, "", str(uri), missing)
+                    state = _merged(state_dict, state, "", str(uri), missing)
             finally:
                 self.transferred = stats.snapshot()
                 span.nbytes = self.transferred.nbytes
@@ -192,7 +192,7 @@ class CloudCheckpointReader(CheckpointReader):
                 len(missing),
                 missing[:10],
             )
-        return found, missing
+        return state, missing
 
 
 def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -> Any:

@@ -187,15 +187,15 @@ class Content:
         if not self._is_rebuilt.get(id(given)) or not isinstance(loaded, (Mapping, list)):
             return loaded
         for key, entry in [*_items_of(given)]:
-            where = (*path, key if isinstance(given, list) else str(key))
+            entry_path = (*path, key if isinstance(given, list) else str(key))
             if key not in (loaded if isinstance(loaded, Mapping) else range(len(loaded))):
-                name = ".".join(map(str, where))
+                name = ".".join(map(str, entry_path))
                 raise MissingKeyError(
                     f"{name} is not in the checkpoint, which has the container around it as one "
                     "value: leave it out of the state dict",
                     item=name,
                 )
-            if (made := self._put(entry, loaded[key], where)) is not entry:
+            if (made := self._put(entry, loaded[key], entry_path)) is not entry:
                 given[key] = made
         return given
 
@@ -206,8 +206,8 @@ class Content:
             value.value = self._put(value.value, loaded[own], (*path, own))
         # without ``is_loaded``, the entry of this rank is its own value
         names = [name for name in loaded if value.is_loaded or name != own]
-        found = filter(None, map(_OF_RANK.fullmatch, names))
-        value.all = {int(of_rank[1]): loaded[of_rank[0]] for of_rank in found}
+        matches = filter(None, map(_OF_RANK.fullmatch, names))
+        value.all = {int(of_rank[1]): loaded[of_rank[0]] for of_rank in matches}
 
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
         """Changes :attr:`state` so that a load reads each rank's values from the checkpoint.

@@ -71,13 +71,13 @@ def shared_of_ranks(
     by_set: dict[tuple[int, ...], list[Sequence[int]]] = {}
     for group, of_group in zip(groups, ranks, strict=True):
         by_set.setdefault(of_group, []).append(group)
-    found: list[Shared] = [[] for _ in starts[1:]]
+    by_rank: list[Shared] = [[] for _ in starts[1:]]
     for members, of_set in by_set.items():
         own = column_of(of_set) - column_of([starts[rank] for rank in members])
         columns = own.t().tolist()
         for rank, items, weight in zip(members, columns, _weights(len(members)), strict=True):
-            found[rank].append((weight, items))
-    return found
+            by_rank[rank].append((weight, items))
+    return by_rank
 
 
 def are_alike(numbers: Iterable[int]) -> bool:
@@ -130,7 +130,7 @@ class Copies(NamedTuple):
     def described(self, planner: DefaultSavePlanner) -> list[Described]:
         """Returns the digest of each copy."""
         items = [item for _, of_set in self.sets for item in of_set]
-        return Digests(items, planner, planner.state_dict, self.samples).of_all()
+        return Digests(items, planner, self.samples).of_all()
 
 
 @dataclass(eq=False)
@@ -140,19 +140,19 @@ class Digests:
     Attributes:
         items: The items, as the planner has planned them for this rank.
         planner: The planner. It may be custom.
-        state_dict: The state dict, by flat names.
         samples: Whether only a sample of a large tensor is read.
     """
 
     items: Iterable[WriteItem]
     planner: SavePlanner
-    state_dict: Mapping[Any, Any]
     samples: bool
 
     def __post_init__(self) -> None:
         self._left = {item.index: item for item in self.items}
         self._made: list[Described] = []
         self._meshes: dict[int, frozenset[int]] = {}
+        values = getattr(self.planner, "state_dict", None)
+        self._values = values if isinstance(values, Mapping) else {}
 
     def add(self, item: WriteItem, data: Any) -> None:
         """Makes the digest of an item of which the planner has returned the data."""
@@ -168,14 +168,14 @@ class Digests:
 
     def _add(self, item: WriteItem, value: Any) -> None:
         name, offsets = item.index.fqn, item.index.offset
-        given, mesh = self.state_dict.get(name), None
+        given, mesh = self._values.get(name), None
         if isinstance(given, DTensor):
-            of_it = given.device_mesh
-            mesh = self._meshes.setdefault(id(of_it), frozenset(of_it.mesh.flatten().tolist()))
-        where = None if offsets is None else tuple(offsets)
-        kind = "tensor" if item.tensor_data is not None else type(value).__name__
+            ranks = given.device_mesh.mesh.flatten().tolist()
+            mesh = self._meshes.setdefault(id(given.device_mesh), frozenset(ranks))
+        offset_key = None if offsets is None else tuple(offsets)
+        class_name = "tensor" if item.tensor_data is not None else type(value).__name__
         digest = digest_of_all([value], samples=self.samples)
-        self._made.append(Described(name, where, digest, kind, mesh))
+        self._made.append(Described(name, offset_key, digest, class_name, mesh))
 
 
 def _value(item: WriteItem, planner: SavePlanner, data: Callable[[], Any] | None = None) -> Any:

@@ -130,17 +130,17 @@ def release_frames(error: BaseException, *, apart_from: BaseException | None = N
     seen = {id(None), id(apart_from)}
     first = ""
     while pending:
-        one, stack = pending.pop(0)
-        if one is None or id(one) in seen:
+        current, stack = pending.pop(0)
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(one))
-        if not isinstance(one, (CloudCheckpointError, CheckpointException)):
-            lines = traceback.format_exception(type(one), one, one.__traceback__, chain=False)
+        seen.add(id(current))
+        if not isinstance(current, (CloudCheckpointError, CheckpointException)):
+            lines = traceback.format_exception(current, chain=False)
             first = "".join([*(stack.format() if stack is not None else ()), *lines])
-        pending += [(one.__cause__, None), (one.__context__, None)]
-        if isinstance(one, CheckpointException):
-            pending += [(failure, stack) for failure, stack in one.failures.values()]
-        one.__traceback__ = one.__context__ = one.__cause__ = None
+        pending += [(current.__cause__, None), (current.__context__, None)]
+        if isinstance(current, CheckpointException):
+            pending += [(failure, stack) for failure, stack in current.failures.values()]
+        current.__traceback__ = current.__context__ = current.__cause__ = None
     if first and not isinstance(error, StoreError):  # a StoreError's message has its whole cause
         error.__cause__ = _TracebackError(first)
 

@@ -156,14 +156,14 @@ class _Items:
         unlike = kind[forms] != kind[self._form_of[names]]
         if not bool(unlike.any()):
             return
-        place = int(unlike.nonzero()[0])
-        number = int(names[place])
+        first_unlike = int(unlike.nonzero()[0])
+        number = int(names[first_unlike])
         name, first = self._names[number], int(firsts[number])
-        ranks = torch.searchsorted(self._bounds, column_of([first, place]), right=True) - 1
+        ranks = torch.searchsorted(self._bounds, column_of([first, first_unlike]), right=True) - 1
         raise KeyCollisionError(
             f"{name} is {_kind(self._forms[int(forms[first])])} on rank {int(ranks[0])}, but "
-            f"{_kind(self._forms[int(forms[place])])} on rank {int(ranks[1])}, and only one of "
-            "them would be saved. Wrap a value that belongs to one rank in "
+            f"{_kind(self._forms[int(forms[first_unlike])])} on rank {int(ranks[1])}, and only one "
+            "of them would be saved. Wrap a value that belongs to one rank in "
             "cloudckpt.per_rank(...), or give it its own name; make the parts of one tensor a "
             "DTensor",
             uri=self._uri,
@@ -212,7 +212,7 @@ class _Items:
 
     def _duplicates(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the items that several ranks have, group after group, and the groups' sizes."""
-        found = [_groups(self._values, [self._of_items[self._values]])]
+        duplicates = [_groups(self._values, [self._of_items[self._values]])]
         for dims, of_dims in self._chunks.items():
             rows = self._rows[dims]
             keys = [self._of_items[rows], *of_dims.offsets.unbind(1)]
@@ -223,9 +223,9 @@ class _Items:
                 name = self._names[int(self._of_items[rows[places[int(unlike[0])]]])]
                 why = "has two parts that begin at the same offsets and differ in size"
                 raise _incomplete(name, why, self._uri)
-            found.append((rows[places], sizes))
-        return torch.cat([members for members, _ in found]), torch.cat(
-            [sizes for _, sizes in found]
+            duplicates.append((rows[places], sizes))
+        return torch.cat([members for members, _ in duplicates]), torch.cat(
+            [sizes for _, sizes in duplicates]
         )
 
     def ordered(self, kept: torch.Tensor) -> tuple[Table, torch.Tensor]:
@@ -384,25 +384,25 @@ def _not_apart(names: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     Chunks are separated dimension by dimension: those whose ranges don't touch can't overlap. Grids
     of any number of dimensions separate completely.
     """
-    left = (names.bincount()[names] > 1).nonzero().view(-1)
-    groups = names[left]
+    remaining = (names.bincount()[names] > 1).nonzero().view(-1)
+    groups = names[remaining]
     for _ in range(2):  # chunks separated in a later dimension may then separate in an earlier one
         for begins, sizes in zip(chunks.offsets.unbind(1), chunks.sizes.unbind(1), strict=True):
-            if left.numel() < 2:
-                return left[:0]
-            order = begins[left].argsort(stable=True)
+            if remaining.numel() < 2:
+                return remaining[:0]
+            order = begins[remaining].argsort(stable=True)
             order = order[groups[order].argsort(stable=True)]
-            left, groups = left[order], groups[order]
-            first, end = begins[left], begins[left] + sizes[left]
+            remaining, groups = remaining[order], groups[order]
+            first, end = begins[remaining], begins[remaining] + sizes[remaining]
             span = int(end.max()) + 1
-            is_new = torch.ones(left.numel(), dtype=torch.bool, device="cpu")
+            is_new = torch.ones(remaining.numel(), dtype=torch.bool, device="cpu")
             distinct = torch.cat([column_of([0]), (groups[1:] != groups[:-1]).cumsum(0)])
-            if span * left.numel() >= _END:
-                return left  # numbers too large to compare at once
+            if span * remaining.numel() >= _END:
+                return remaining  # numbers too large to compare at once
             reached = (end + distinct * span).cummax(0).values[:-1]
             is_new[1:] = first[1:] + distinct[1:] * span >= reached
             groups = is_new.cumsum(0)
             sizes_of = groups.bincount()
             several = sizes_of[groups] > 1
-            left, groups = left[several], groups[several]
-    return left
+            remaining, groups = remaining[several], groups[several]
+    return remaining

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpoint.objects import METADATA, natural_order
-from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.references import Hold, check_beside
 from cloudckpt.checkpoint.torch_private import Collectives
 from cloudckpt.config import Config
@@ -75,12 +74,12 @@ def agree_on_base(
         return uri.folder, base.attempt
 
     @portable_errors(str(writer.uri))
-    def held(told: list[tuple[str, str]]) -> tuple[bool, Base | None]:
+    def held(last_saves: list[tuple[str, str]]) -> tuple[bool, Base | None]:
         hold = writer.hold = _hold(writer, None if known is None else known[0])
         if hold is None:
             return False, None
         # a copy made by another tool has the random name of the same save, but another folder
-        all_know = all(one == (hold.base.folder, hold.attempt) for one in told)
+        all_know = all(last_save == (hold.base.folder, hold.attempt) for last_save in last_saves)
         return True, None if all_know else hold.contents
 
     is_held, base = ranks.all_reduce("base", own, held)
@@ -145,18 +144,16 @@ _bases: dict[_Steps, tuple[CheckpointURI, Base]] = {}
 _lock = module_lock()
 
 
-def remember(
-    members: dist.ProcessGroup | None, uri: CheckpointURI, attempt: str, written: Record
-) -> None:
+def remember(members: dist.ProcessGroup | None, writer: CloudStorageWriter, attempt: str) -> None:
     """Keeps the locations of this rank's items in a checkpoint, for the next save to a sibling.
 
     Args:
         members: The group that saved it.
-        uri: The checkpoint.
+        writer: This rank's writer; nothing is kept if what it has written has no digests.
         attempt: The random name of the save.
-        written: The record of what this rank has written; nothing is kept if it has no digests.
     """
-    if not written.extents.has_digests:
+    written, uri = writer.written, writer.uri
+    if written is None or not written.extents.has_digests:
         return
     base = Base(replace(written, attempt=attempt), uri.folder)
     with _lock:

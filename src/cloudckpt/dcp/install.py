@@ -79,8 +79,8 @@ def _changes() -> Iterator[tuple[Any, str, Any]]:
         classes.append((old if find_spec(f"{_DCP}.{old}") else new, "Fsspec"))
     for module, prefix in classes:
         for ours, name in ((CloudStorageWriter, "Writer"), (CloudStorageReader, "Reader")):
-            kind = _in_torch(module, f"{prefix}{name}", "path")
-            yield kind, "__init__", _becoming(kind, ours)
+            theirs = _in_torch(module, f"{prefix}{name}", "path")
+            yield theirs, "__init__", _becoming(theirs, ours)
 
 
 def _in_torch(module: str, name: str, *parameters: str) -> Any:
@@ -90,15 +90,15 @@ def _in_torch(module: str, name: str, *parameters: str) -> Any:
         InstallError: If it does not exist, or has other parameters.
     """
     home = f"{_DCP}.{module}"
-    found = getattr(importlib.import_module(home), name, None) if find_spec(home) else None
-    has = tuple(inspect.signature(found).parameters) if callable(found) else ()
+    theirs = getattr(importlib.import_module(home), name, None) if find_spec(home) else None
+    has = tuple(inspect.signature(theirs).parameters) if callable(theirs) else ()
     if has[: len(parameters)] != parameters:
         raise InstallError(
             f"this cloudckpt does not know this torch, whose {module}.{name} "
             f"{'takes ' + ', '.join(has) if has else 'is missing'}: use cloudckpt.save and "
             "cloudckpt.load, or install another version of torch or cloudckpt"
         )
-    return found
+    return theirs
 
 
 def _in_store(location: object) -> str | None:
@@ -111,8 +111,8 @@ def _in_store(location: object) -> str | None:
     is_ours = unfolded(text) is not None or text.lower().startswith(_CLOUDS)
     if not (is_ours or CheckpointURI.accepts(text)):
         return None
-    place = CheckpointURI.parse(text)
-    return str(place) if place.is_cloud else None
+    uri = CheckpointURI.parse(text)
+    return str(uri) if uri.is_cloud else None
 
 
 def _options(ours: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,32 +136,32 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
     return _storage_setup
 
 
-def _becoming(kind: Any, ours: type[Any]) -> Callable[..., None]:
+def _becoming(theirs: Any, ours: type[Any]) -> Callable[..., None]:
     """Returns a constructor for torch's class whose object becomes ours if the path is in a store.
 
     The class itself is changed, as frameworks have already imported it by name. Objects of derived
     classes keep their class, since only these know what they add.
     """
-    original = kind.__init__
+    original = theirs.__init__
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         given = signature.bind(self, *args, **kwargs).arguments
         uri = _in_store(given["path"])
-        if uri is None or (type(self) is not kind and type(self).validate_checkpoint_id(uri)):
+        if uri is None or (type(self) is not theirs and type(self).validate_checkpoint_id(uri)):
             original(self, *args, **kwargs)
             return
-        if type(self) is not kind:
+        if type(self) is not theirs:
             raise InstallError(
                 f"{type(self).__name__} can't use a URI, because it derives from torch's "
-                f"{kind.__name__}: derive it from cloudckpt.{ours.__name__}",
+                f"{theirs.__name__}: derive it from cloudckpt.{ours.__name__}",
                 uri=uri,
             )
         for name, value in given.items():
             if name not in _HEEDED and value and value != signature.parameters[name].default:
                 raise ConfigError(
-                    f"torch's {kind.__name__} can't take "
+                    f"torch's {theirs.__name__} can't take "
                     f"{', '.join(value) if isinstance(value, dict) else name} with a URI: leave it "
                     "out, and pass options by cloudckpt.install(config=...)",
                     uri=uri,

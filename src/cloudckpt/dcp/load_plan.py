@@ -222,8 +222,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         filled = {name: f"{count} entries" for name, count in counts.items()}
         filled |= {name: "a tensor" for name in names if saved_type(table, name) is not None}
         return {
-            name: f"empty in the state dict, with {what} in the checkpoint"
-            for name, what in filled.items()
+            name: f"empty in the state dict, with {content} in the checkpoint"
+            for name, content in filled.items()
         }
 
     def _take_lengths(self, table: Table) -> None:
@@ -490,13 +490,13 @@ def conversions(
         state_dict: The state dict to load, by flat names.
         dtype_of: Returns the saved type of a name, see :func:`saved_type`.
     """
-    found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    converted: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     for name, value in state_dict.items():
         wanted = getattr(value, "dtype", None)
         saved = dtype_of(name)
         if saved is not None and saved != wanted and isinstance(wanted, torch.dtype):
-            found[name] = saved, wanted
-    return found
+            converted[name] = saved, wanted
+    return converted
 
 
 def check_types(
@@ -562,8 +562,8 @@ def _reads(
         begin = column_of(own.offsets)
         end = begin + column_of(own.sizes)
         overlap = (torch.minimum(offsets + sizes, end) > torch.maximum(offsets, begin)).all(1)
-        found = overlap.nonzero().flatten()
-        rows, offsets, sizes = found.tolist(), offsets[found], sizes[found]
+        overlapping = overlap.nonzero().flatten()
+        rows, offsets, sizes = overlapping.tolist(), offsets[overlapping], sizes[overlapping]
     size = torch.Size
     made: list[ReadItem] = []
     for row, first, shape in zip(rows, offsets.tolist(), sizes.tolist(), strict=True):

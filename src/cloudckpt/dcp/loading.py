@@ -250,9 +250,9 @@ class Load:
         """
         indices = [item.storage_index for item in plan.items]
         with self.guarded():
-            found = self.places.find(indices, self.store, self.config, self.stats)
+            places = self.places.find(indices, self.store, self.config, self.stats)
         with paused_gc():
-            for item, place in zip(plan.items, found, strict=True):
+            for item, place in zip(plan.items, places, strict=True):
                 if item.type == LoadItemType.BYTE_IO:
                     self._want_bytes(item, place)
                 elif place.tensor is not None:

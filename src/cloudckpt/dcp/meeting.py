@@ -118,21 +118,21 @@ class RankStatus(NamedTuple):
 
     def difference(self, first: RankStatus, rank: int) -> CloudCheckpointError | None:
         """Returns the error if ``rank``'s status contradicts that of the first rank, else None."""
-        kind: type[CloudCheckpointError] = ConfigError
+        error_class: type[CloudCheckpointError] = ConfigError
         if self.version != first.version:
-            what, mine, theirs = "cloudckpt", self.version, first.version
+            setting, mine, theirs = "cloudckpt", self.version, first.version
             advice = "install the same version on all ranks"
         elif self.options != first.options:
-            what, mine, theirs = "the options", self.options, first.options
+            setting, mine, theirs = "the options", self.options, first.options
             advice = "give the same on all ranks"
         elif self.location != first.location:
-            what, mine, theirs = "the location", self.location, first.location
+            setting, mine, theirs = "the location", self.location, first.location
             advice = "give the same checkpoint_id on all ranks, for example by broadcasting it"
-            kind = DifferentCheckpointsError
+            error_class = DifferentCheckpointsError
         else:
             return None
-        return kind(
-            f"rank 0 has {what} {theirs}, but rank {rank} has {mine}: {advice}",
+        return error_class(
+            f"rank 0 has {setting} {theirs}, but rank {rank} has {mine}: {advice}",
             uri=first.location or None,
         )
 
@@ -370,11 +370,11 @@ class Meeting:
         """
         if self.group is None:
             return value
-        told = [value]
+        values = [value]
         with self._together(None):
             device = torch.device(device_for_collectives(self.group))
-            dist.broadcast_object_list(told, group=self.group, group_src=0, device=device)
-        return told[0]
+            dist.broadcast_object_list(values, group=self.group, group_src=0, device=device)
+        return values[0]
 
     def gathered(self, value: T) -> list[T]:
         """Returns the values of all ranks, by rank; a collective call.

@@ -43,27 +43,27 @@ _STRICT = "pass strict=False, which loads the rest and reports what was not load
 def _wrapped(missing: str, stored: Collection[str]) -> str:
     """Advises if the model's wrappers differ between save and load; else returns no text."""
     bare = _bare(missing)
-    found = next((name for name in stored if _bare(name) == bare), None)
-    if found is None:
+    saved_name = next((name for name in stored if _bare(name) == bare), None)
+    if saved_name is None:
         return ""
-    here, there = missing.split("."), found.split(".")
-    said = [
+    parts, saved_parts = missing.split("."), saved_name.split(".")
+    wrapped = [
         f"the model {verb} is wrapped by {' and '.join(wrappers)}"
-        for verb, parts in (("to load into", here), ("that was saved", there))
+        for verb, parts in (("to load into", parts), ("that was saved", saved_parts))
         if (wrappers := [_WRAPPERS[part] for part in parts if part in _WRAPPERS])
     ]
     # the first part does not belong to the model
-    is_within = here[0] == there[0] and here[0] not in _WRAPPERS
-    found_by = f'saved.get("{here[0]}." + name, saved.get(name))' if is_within else "saved[name]"
+    is_within = parts[0] == saved_parts[0] and parts[0] not in _WRAPPERS
+    found_by = f'saved.get("{parts[0]}." + name, saved.get(name))' if is_within else "saved[name]"
     line = (
         r'saved = {re.sub(r"\b(' + "|".join(_WRAPPERS) + r')\.", "", entry.name): entry.name '
         "for entry in cloudckpt.inspect(checkpoint_id).items} and load "
         f"{{{found_by}: value for name, value in {_STATE_DICT}.items()}}"
     )
     return (
-        f"; the checkpoint has {found!r}: {', and '.join(said)}. Instead of model.state_dict(), "
-        f"use {line}; saves that use {_STATE_DICT} have the same names with and without "
-        "wrappers"
+        f"; the checkpoint has {saved_name!r}: {', and '.join(wrapped)}. Instead of "
+        f"model.state_dict(), use {line}; saves that use {_STATE_DICT} have the same names with "
+        "and without wrappers"
     )
 
 
@@ -76,11 +76,11 @@ def _of_rank(missing: str, stored: Collection[str]) -> str:
     bare = without_ranks(missing)
     if bare != missing and bare in stored:
         return f"; the checkpoint has {bare!r}, one value for all ranks: load it without per_rank"
-    found = next((name for name in stored if without_ranks(name) == missing), missing)
-    if found == missing:
+    of_rank = next((name for name in stored if without_ranks(name) == missing), missing)
+    if of_rank == missing:
         return ""
     return (
-        f"; the checkpoint has {found!r}, because each rank saved its own value: put "
+        f"; the checkpoint has {of_rank!r}, because each rank saved its own value: put "
         "cloudckpt.per_rank(...) there"
     )
 
@@ -101,24 +101,24 @@ def _in_a_value(missing: str, stored: Collection[str]) -> str:
     """Advises if the checkpoint has a value instead of a container; else returns no text."""
     parts = missing.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
-    found = next((name for name in above if name in stored), None)
-    if found is None:
+    container = next((name for name in above if name in stored), None)
+    if container is None:
         return ""
     return (
-        f"; the checkpoint has {found!r} itself, a tensor or a value without entries, such as an "
-        "object that torch.distributed.checkpoint has saved as one value: put a single value "
+        f"; the checkpoint has {container!r} itself, a tensor or a value without entries, such as "
+        "an object that torch.distributed.checkpoint has saved as one value: put a single value "
         f"there to load it, or {_STRICT}"
     )
 
 
 def _of_optimizer(missing: str, stored: Collection[str]) -> str:
     """Advises if a parameter's optimizer state was not saved; else returns no text."""
-    found = _OPTIMIZER.fullmatch(missing)
-    if found is None or not any(name.startswith(f"{found[1]}param_groups") for name in stored):
+    match = _OPTIMIZER.fullmatch(missing)
+    if match is None or not any(name.startswith(f"{match[1]}param_groups") for name in stored):
         return ""
-    beneath = f"{found[1]}state."
+    beneath = f"{match[1]}state."
     saved = [name.removeprefix(beneath) for name in stored if name.startswith(beneath)]
-    if saved and bool(_NUMBERED.fullmatch(saved[0])) != bool(_NUMBERED.fullmatch(found[2])):
+    if saved and bool(_NUMBERED.fullmatch(saved[0])) != bool(_NUMBERED.fullmatch(match[2])):
         return (
             "; the state of one optimizer has the names of parameters, that of the other their "
             "numbers: take it from torch.distributed.checkpoint.state_dict.get_state_dict(model, "
@@ -132,5 +132,5 @@ def _of_optimizer(missing: str, stored: Collection[str]) -> str:
 
 def _near(missing: str, stored: Collection[str]) -> str:
     near = difflib.get_close_matches(missing, stored, n=3)
-    said = f"; the checkpoint has the similar {near}" if near else ""
-    return f"{said}. Remove the missing keys from the state dict, or {_STRICT}"
+    similar = f"; the checkpoint has the similar {near}" if near else ""
+    return f"{similar}. Remove the missing keys from the state dict, or {_STRICT}"

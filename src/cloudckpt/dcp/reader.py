@@ -27,7 +27,7 @@ from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import CURRENT_DCP_VERSION
 from cloudckpt.config import Config, config_or_default
-from cloudckpt.dcp.failures import portable, portable_errors
+from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.loading import Load
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.errors import (
@@ -183,7 +183,7 @@ class CloudStorageReader(OurReader):
             self.uri = CheckpointURI.parse(checkpoint_id)
         self.transferred: Transferred | None = None
         self.report: LoadReport | None = None
-        self._failure: Exception | None = None
+        self._failure: CloudCheckpointError | None = None
         self._load_id = str(uuid.uuid4())
         self._places = Places(self.uri, None)
         self._commit: CommitObject | None = None
@@ -211,9 +211,17 @@ class CloudStorageReader(OurReader):
         self._failure = None
         try:
             return retry_if_replaced(self._read_metadata)
-        except Exception as error:
-            self._failure = portable(error, str(self.uri))
+        except CloudCheckpointError as error:
+            self._failure = error
             raise
+        except Exception as error:
+            self._failure = CheckpointError(
+                "the metadata could not be read, and whether there is a checkpoint is unknown; see "
+                "the cause",
+                uri=str(self.uri),
+                cause=error,
+            )
+            raise self._failure from error
 
     def _raise_failure(self) -> NoReturn:
         assert self._failure is not None
@@ -240,8 +248,8 @@ class CloudStorageReader(OurReader):
 
     def _what_is_there(self) -> str:
         """Returns a sentence about a location without a checkpoint, for an error message."""
-        if found := beneath(self._store(), self.uri):
-            return found
+        if content := beneath(self._store(), self.uri):
+            return content
         with contextlib.suppress(CloudCheckpointError):
             if is_file(self._store().head, self.uri):
                 return (
@@ -462,8 +470,8 @@ def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Meta
 
     @functools.cache
     def read() -> Metadata:
-        found = CloudStorageReader(uri, config=config).read_metadata()
-        save_id = getattr(found.storage_meta, "save_id", None)
+        metadata = CloudStorageReader(uri, config=config).read_metadata()
+        save_id = getattr(metadata.storage_meta, "save_id", None)
         if save_id != wanted:
             raise CheckpointReplacedError(
                 "another save replaced this checkpoint before its metadata was read: inspect "
@@ -471,7 +479,7 @@ def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Meta
                 saves=(wanted, save_id),
                 uri=str(uri),
             )
-        return found
+        return metadata
 
     metadata: Any = Metadata(ReadLater(lambda: read().state_dict_metadata))  # type: ignore[arg-type]
     metadata.planner_data = ReadLater(lambda: read().planner_data or {})

@@ -84,7 +84,7 @@ class LoadReport:
                 not report them.
             unused: The names in the checkpoint of other ranks' values.
         """
-        stored, left = metadata.state_dict_metadata.keys(), left_alone or {}
+        stored, left_alone = metadata.state_dict_metadata.keys(), left_alone or {}
         if converted is None:
             table = table_of(metadata, uri)
             types = conversions(wanted, functools.partial(saved_type, table))
@@ -92,9 +92,9 @@ class LoadReport:
         names = filter(_GROUPS.search, filter(lambda name: isinstance(name, str), wanted))
         beside = {_GROUPS.split(name)[0] for name in names}
         states = tuple(f"{prefix}state." for prefix in beside)
-        missing = wanted.keys() - stored - left.keys() - converted.keys()
-        apart = missing.union(left, unused)
-        others = stored - wanted.keys() - left.keys() - {*unused}
+        missing = wanted.keys() - stored - left_alone.keys() - converted.keys()
+        apart = missing.union(left_alone, unused)
+        others = stored - wanted.keys() - left_alone.keys() - {*unused}
         optimizer = {name for name in others if states and name.startswith(states)}
         others -= optimizer
         return cls(
@@ -103,15 +103,15 @@ class LoadReport:
             missing=tuple(name for name in wanted if name in missing),
             unexpected=tuple(name for name in stored if name in others),
             converted=converted,
-            left_alone={name: why for name, why in left.items() if f"{name}." not in states},
+            left_alone={name: why for name, why in left_alone.items() if f"{name}." not in states},
             optimizer=tuple(name for name in stored if name in optimizer),
         )
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} of {self.uri}"]
         for name, title in _ROWS.items():
-            if found := getattr(self, name):
-                lines.append(f"{title}: {len(found)}, {_shown(found)}")
+            if names := getattr(self, name):
+                lines.append(f"{title}: {len(names)}, {_shown(names)}")
         return "\n".join(lines)
 
     def log(self) -> None:

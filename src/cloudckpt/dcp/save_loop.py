@@ -42,7 +42,7 @@ from cloudckpt.dcp import incremental, save_plan
 from cloudckpt.dcp.copies import Copies, Described, Shared, are_alike, refuse_or_tell
 from cloudckpt.dcp.failures import portable_errors, unpickled_plan
 from cloudckpt.dcp.global_plan import plan_together, record_of
-from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME
+from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME, RankStatus
 from cloudckpt.dcp.reader import committed_metadata
 from cloudckpt.dcp.save_plan import CloudSavePlanner, KnownPlan, PlanKey
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
@@ -61,7 +61,7 @@ class SaveLoop:
     """Saves one state dict, together with the other ranks.
 
     Attributes:
-        plan: The number of this rank's plan for the save.
+        writer: Writes the checkpoint.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class SaveLoop:
         self._state_dict, self._group = state_dict, group
         self._ranks = Collectives(group, group is not None, 0)
         writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
-        self._writer, self._planner = writer, CloudSavePlanner.like(planner)
+        self.writer, self._planner = writer, CloudSavePlanner.like(planner)
         self._uri = writer.checkpoint_id
         # only torch's protocol calls the methods of other writers, also of derived ones
         self._ours = writer if type(writer) is CloudStorageWriter else None
         self._known: KnownPlan | None = None
         self._key: PlanKey | None = None
         self._flat = Flat({})
-        self.plan = PLAN_EACH_TIME
+        self._plan = PLAN_EACH_TIME
         flags = save_plan.flags_of(self._planner)
         if self._ours is None or flags is None:
             return
@@ -107,7 +107,21 @@ class SaveLoop:
             flags = (*flags, self._ours.checksum.name, self._ours.config.replicas)
             self._key = save_plan.ref_to(group), flags, outline
             self._known = save_plan.find(self._key)
-        self.plan = PLAN_ANEW if self._known is None else self._known.number
+        self._plan = PLAN_ANEW if self._known is None else self._known.number
+
+    @property
+    def status(self) -> RankStatus:
+        """This rank's plan, and the properties that all ranks must share to save together.
+
+        Everything else may differ: the coordinator's options determine what is committed and on
+        which condition, each rank's options how it sends its own objects.
+        """
+        planner, writer = self._planner, self.writer
+        keeps_plans = isinstance(planner, DefaultSavePlanner) and bool(planner._enable_plan_caching)
+        options = f"enable_plan_caching={keeps_plans}, storage_writer={type(writer).__name__}"
+        if isinstance(writer, CloudStorageWriter) and writer.is_incremental:
+            options += ", incremental=True"
+        return RankStatus(location=self._uri, options=options, plan=self._plan)
 
     def run(self, agreed: int) -> Metadata:
         """Saves and commits; raises errors as torch's saver does.
@@ -135,7 +149,7 @@ class SaveLoop:
     def _carry_out(self, writer: CloudStorageWriter, plan: KnownPlan) -> Metadata:
         """Writes by a plan, and commits; each rank reports locations only if they have changed."""
         planner, is_new = cast(DefaultSavePlanner, self._planner), not plan.saves
-        done: list[tuple[KnownPlan, Record]] = []
+        entries: list[KnownPlan] = []
         reported: list[Record] = []
         manifests: list[Manifest] = []
         incremental.agree_on_base(self._ranks, self._group, writer, is_planned=is_new)
@@ -162,7 +176,7 @@ class SaveLoop:
                 small=entry.small_tensors(planner),
                 pending=pending,
             )
-            done.append((replace(entry, extents=written.extents, saves=entry.saves + 1), written))
+            entries.append(replace(entry, extents=written.extents, saves=entry.saves + 1))
             return written if is_new else written.without(plan.extents), compared
 
         @portable_errors(self._uri)
@@ -197,9 +211,9 @@ class SaveLoop:
         attempt = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if attempt is None:
             attempt = self._ranks.all_reduce("compare", describe_copies, compare_copies)
-        [(entry, written)] = done
+        [entry] = entries
         save_plan.remember(replace(entry, of_ranks=tuple(one.extents for one in reported)))
-        incremental.remember(self._group, writer.uri, attempt, written)
+        incremental.remember(self._group, writer, attempt)
         if manifests:
             return manifests[0].metadata
         return committed_metadata(writer.uri, writer.config, attempt)
@@ -210,9 +224,8 @@ class SaveLoop:
         Plans are pickled here, not by the collectives: a rank that can't unpickle a custom class
         would leave the others waiting.
         """
-        writer, planner, ours = self._writer, self._planner, self._ours
+        writer, planner, ours = self.writer, self._planner, self._ours
         planned: list[Metadata] = []
-        written: list[Record] = []
 
         @portable_errors(self._uri)
         def local_step() -> bytes:
@@ -233,10 +246,7 @@ class SaveLoop:
             plan = planner.finish_plan(unpickled_plan(part, self._uri))
             future = writer.write_data(plan, planner)
             future.wait()
-            results = future.value()
-            if ours is not None:
-                written.append(results[0].storage_data.record)
-            return results
+            return future.value()
 
         @portable_errors(self._uri)
         def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
@@ -250,13 +260,13 @@ class SaveLoop:
         done: str | Metadata = self._ranks.all_reduce("write", write_data, finish_checkpoint)
         if isinstance(done, Metadata) or not isinstance(writer, CloudStorageWriter):
             return cast(Metadata, done)
-        if written:
-            incremental.remember(self._group, writer.uri, done, written[0])
+        if ours is not None:
+            incremental.remember(self._group, ours, done)
         return planned[0] if planned else committed_metadata(writer.uri, writer.config, done)
 
     def _local_plan(self, *, compares: bool) -> tuple[SavePlan, Structure]:
         """Returns a plan of this rank's items, and the keys and empty dicts lost by flattening."""
-        writer, planner, structure = self._writer, self._planner, Structure()
+        writer, planner, structure = self.writer, self._planner, Structure()
         given: dict[str, Any] = {
             "state_dict": self._state_dict,
             "is_coordinator": self._ranks.is_coordinator,

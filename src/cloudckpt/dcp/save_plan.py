@@ -168,12 +168,12 @@ def outline_of(flat: Flat) -> tuple[Any, ...] | None:
 
 def _about(value: Any) -> Any:
     """Returns all properties of a value that affect its plan, or the layout of its bytes."""
-    kind = type(value)
-    if kind in PLAIN:
+    cls = type(value)
+    if cls in PLAIN:
         return _tensor(value)
-    if kind is DTensor:
+    if cls is DTensor:
         return _dtensor(value)
-    if kind not in _VALUES and (
+    if cls not in _VALUES and (
         isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__")
     ):
         raise _UnknownError
@@ -203,11 +203,11 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     Not whether it is pinned: torch's metadata record it, but no reader uses it, and this check
     releases the GIL, which takes milliseconds per tensor next to a busy trainer.
     """
-    kind = type(tensor)
-    if kind not in PLAIN or tensor.layout is not torch.strided:
+    cls = type(tensor)
+    if cls not in PLAIN or tensor.layout is not torch.strided:
         raise _UnknownError
     return (
-        kind,
+        cls,
         tensor.shape,
         tensor.dtype,
         tensor.device,

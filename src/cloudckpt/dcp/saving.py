@@ -83,11 +83,11 @@ class Contents:
         The object's number is -1 for the first of :attr:`references`, -2 for the next, and so on.
         """
         self._high[item], self._low[item] = digest
-        found = None if self._base is None else self._base.find(digest)
-        if found is None:
+        place = None if self._base is None else self._base.find(digest)
+        if place is None:
             return None
-        number = self._numbers.setdefault(found.object, len(self._numbers))
-        return found._replace(object=-1 - number)
+        number = self._numbers.setdefault(place.object, len(self._numbers))
+        return place._replace(object=-1 - number)
 
     @property
     def references(self) -> tuple[WrittenObject, ...]:
@@ -121,12 +121,12 @@ def digest_of(
         The digest, and the checksums of the blocks. The tensor may be written to before it is sent;
         bytes that match these checksums are the bytes of the digest.
     """
-    kind, nbytes = kind_of(tensor.dtype, tensor.shape), tensor.nbytes
+    form, nbytes = kind_of(tensor.dtype, tensor.shape), tensor.nbytes
     block = block_size_for(nbytes)
     if 0 < nbytes <= block and is_plain(tensor):  # there may be many such tensors
         view = bytes_of(tensor)
-        return digest_of_bytes(kind, view), () if algorithm is None else (algorithm.of(view),)
-    digester = Digester(kind)
+        return digest_of_bytes(form, view), () if algorithm is None else (algorithm.of(view),)
+    digester = Digester(form)
     checksums = None if algorithm is None else BlockChecksums(algorithm, block)
     for piece in _pieces_of(tensor, pool):
         if piece.ready is not None:
@@ -190,10 +190,10 @@ class StateLayout:
         if not self._items:
             return Extents.none(digests=self._contents is not None)
         columns = matrix_of(self._written, 3, len(self._items)).unbind(1)
-        found = Extents(*(column.contiguous() for column in columns))
+        extents = Extents(*(column.contiguous() for column in columns))
         if self._contents is None:
-            return found
-        return self._contents.extents(found, self._places.count)
+            return extents
+        return self._contents.extents(extents, self._places.count)
 
     @property
     def references(self) -> tuple[WrittenObject, ...]:
@@ -243,20 +243,22 @@ class StateLayout:
 
     def _run(self, run: Sequence[_Small], memory: Memory) -> Iterator[ObjectPlan]:
         """Yields the plans of small tensors: one, or more if they do not fit into one object."""
-        expected: dict[int, tuple[int, ...]] = {}
-        if self._contents is not None:
-            run = [one for one in run if not self._is_known(one[0], one[3], memory, expected)]
-        objects = [self._next(number, form, "packed") for number, _, form, _ in run]
+        kept = [
+            (one, sums)
+            for one in run
+            if (sums := self._checksums_unless_known(one[0], one[3], memory)) is not None
+        ]
+        objects = [self._next(number, form, "packed") for (number, _, form, _), _ in kept]
         for made in sorted(set(objects)):
-            rows = [one for one, at in zip(run, objects, strict=True) if at == made]
+            rows = [one for one, at in zip(kept, objects, strict=True) if at == made]
             yield ObjectPlan(
                 made,
                 "packed",
                 STATE,
-                [start for _, start, _, _ in rows],
-                [form for _, _, form, _ in rows],
-                [self._items[number].index.fqn for number, _, _, _ in rows],
-                [expected[number] for number, _, _, _ in rows] if expected else (),
+                [start for (_, start, _, _), _ in rows],
+                [form for (_, _, form, _), _ in rows],
+                [self._items[number].index.fqn for (number, _, _, _), _ in rows],
+                () if self._contents is None else [sums for _, sums in rows],
             )
 
     def _next(self, number: int, form: StoredForm, way: Way) -> int:
@@ -268,55 +270,49 @@ class StateLayout:
     def _note(self, number: int, place: Place) -> None:
         self._written[3 * number : 3 * number + 3] = array("q", place)
 
-    def _is_known(
-        self,
-        number: int,
-        tensor: torch.Tensor,
-        memory: Memory,
-        expected: dict[int, tuple[int, ...]],
-    ) -> bool:
-        """Returns whether the base has an item, and notes its place; computes its checksums."""
+    def _checksums_unless_known(
+        self, number: int, data: torch.Tensor | bytes, memory: Memory
+    ) -> tuple[int, ...] | None:
+        """Returns the checksums that an item's bytes must have when they are sent.
+
+        There are none if the save is not incremental, or if nobody else can change the bytes. If
+        the base has the item, notes its place there, and returns None.
+        """
         if self._contents is None:
-            return False
-        checksum = None if memory.is_private else self._algorithm
-        digest, expected[number] = digest_of(tensor, memory.pool, checksum)
+            return ()
+        if isinstance(data, bytes):
+            digest, sums = digest_of_bytes(VALUE, data), tuple[int, ...]()
+        else:
+            checksum = None if memory.is_private else self._algorithm
+            digest, sums = digest_of(data, memory.pool, checksum)
         known = self._contents.known(number, digest)
-        if known is not None:
-            self._note(number, known)
-        return known is not None
+        if known is None:
+            return sums
+        self._note(number, known)
+        return None
 
     def _item(self, number: int, memory: Memory) -> Iterator[ObjectPlan]:
         """Yields the plan of one item; nothing if an earlier checkpoint has it."""
         item = self._items[number]
         data = self._data_of(item)
-        expected: dict[int, tuple[int, ...]] = {}
-        if isinstance(data, torch.Tensor):
-            form = form_of(data.dtype, tuple(data.shape))
-            if form is None:
-                buffer = io.BytesIO()
-                torch.save(data.contiguous(), buffer)
-                data = buffer.getvalue()
-            elif self._is_known(number, data, memory, expected):
-                return
+        sums = self._checksums_unless_known(number, data, memory)
+        if sums is None:
+            return
         if isinstance(data, bytes):
-            if self._contents is not None:
-                known = self._contents.known(number, digest_of_bytes(VALUE, data))
-                if known is not None:
-                    self._note(number, known)
-                    return
             form, way = StoredForm(b"", len(data), b"", 0), _way(len(data))
-            where = memory.put(memoryview(data), data)
+            buffer = memory.put(memoryview(data), data)
         else:
-            assert form is not None
+            known = form_of(data.dtype, tuple(data.shape))
+            assert known is not None  # else it is saved as bytes
+            form = known
             if is_plain(data) or not data.numel():
                 way = _way(form.nbytes)
-                where = memory.put(bytes_of(data), data)
+                buffer = memory.put(bytes_of(data), data)
             else:
                 way = "staged"
-                where = memory.put_strided(data)
+                buffer = memory.put_strided(data)
         made = self._next(number, form, way)
-        sums = list(expected.values())
-        yield ObjectPlan(made, way, where[0], [where[1]], [form], [item.index.fqn], sums)
+        yield ObjectPlan(made, way, buffer[0], [buffer[1]], [form], [item.index.fqn], [sums])
 
     def _data_of(self, item: WriteItem) -> torch.Tensor | bytes:
         """Returns the data of an item: a plain tensor of any strides and device, or bytes.
@@ -353,9 +349,10 @@ class StateLayout:
                 f"planner's resolve_data returned a tensor of shape {tuple(tensor.shape)}",
                 item=fqn,
             )
-        if travels_as_bytes(tensor):
+        is_opaque = travels_as_bytes(tensor)
+        if is_opaque or form_of(tensor.dtype, tuple(tensor.shape)) is None:
             buffer = io.BytesIO()
-            torch.save(tensor, buffer)
+            torch.save(tensor if is_opaque else tensor.contiguous(), buffer)
             self._unloadable.look(buffer.getvalue(), fqn, type(tensor))
             return buffer.getvalue()
         return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)

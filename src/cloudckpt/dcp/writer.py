@@ -31,7 +31,7 @@ from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.shard import Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.torch_private import flatten_state_dict, state_dict_being_planned
+from cloudckpt.checkpoint.torch_private import state_dict_being_planned
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.copies import Described, Digests, refuse_or_tell
@@ -154,6 +154,7 @@ class CloudStorageWriter(OurWriter):
         hold: The base of this save and the marks that keep it, on a rank that commits.
         contents: Makes what collects the digests of so many items, and knows which of them the base
             has; None if everything is sent.
+        written: What this rank has written in this save; None until it has.
         commits: Whether this rank commits.
         committed: Whether the save is committed, as far as this rank alone knows; None during the
             commit, after an uncertain commit, and if another rank commits.
@@ -208,11 +209,12 @@ class CloudStorageWriter(OurWriter):
         self._is_set_up = False
         self._written: list[str] = []
         self._structure = Structure()
-        # the planner, and the flat state dict, if what ranks have under one name is compared
-        self._planning: tuple[SavePlanner, Mapping[str, Any]] | None = None
+        # the planner, if what ranks have under one name is compared
+        self._compared: SavePlanner | None = None
         self._digests: Digests | None = None
         self.hold: Hold | None = None
         self.contents: Callable[[int], Contents] | None = None
+        self.written: Record | None = None
         self.commits = False
         self.committed: bool | None = None
         self._is_finished = False
@@ -287,14 +289,14 @@ class CloudStorageWriter(OurWriter):
         if commits and self._baseline is None:
             key, began = self.uri.key(METADATA), now()
             view, overwrite = View(self.uri, self.config), self.config.overwrite
-            look = functools.partial(view.look, key)
-            where, hook = self.uri.object(METADATA), self.commit_hook
+            ask_store = functools.partial(view.look, key)
+            location, hook = self.uri.object(METADATA), self.commit_hook
 
             def ask() -> Baseline:
-                found = begin(look, key, where, overwrite=overwrite, began=began)
-                if found.version is None and not (hook and hook.claimed_by):  # a step of its run
+                baseline = begin(ask_store, key, location, overwrite=overwrite, began=began)
+                if baseline.version is None and not (hook and hook.claimed_by):  # a step of its run
                     refuse_run(view)
-                return found
+                return baseline
 
             self._baseline = Beginning(view, ask)
 
@@ -305,12 +307,11 @@ class CloudStorageWriter(OurWriter):
             CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
         """
         self.wait_for_baseline()
-        if self._planning is not None and isinstance(plan, SavePlan):
-            planner, state_dict = self._planning
+        planner = self._compared
+        if planner is not None and isinstance(plan, SavePlan):
             # a planner that caches its plans makes an empty one if nothing has changed
             items = plan.items if plan.usable else getattr(planner, "plan", plan).items
-            samples = self.config.replicas != "refuse"
-            self._digests = Digests(items, planner, state_dict, samples)
+            self._digests = Digests(items, planner, samples=self.config.replicas != "refuse")
         return plan
 
     @property
@@ -345,13 +346,7 @@ class CloudStorageWriter(OurWriter):
             KeyCollisionError: If two entries of the state dict would have the same name.
         """
         self._structure = lost_by_flattening(state_dict, planner, str(self.uri))
-        if compares and self.config.replicas != "trust":
-            flat = getattr(planner, "state_dict", None)
-            if not isinstance(flat, Mapping):
-                flat = {}
-                with contextlib.suppress(ValueError):  # the planner may use names of its own
-                    flat = flatten_state_dict(state_dict)[0]
-            self._planning = planner, flat
+        self._compared = planner if compares and self.config.replicas != "trust" else None
         return self._structure
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -411,7 +406,7 @@ class CloudStorageWriter(OurWriter):
                 self.transferred = stats.snapshot()
             span.nbytes = self.transferred.nbytes
         times = (round(1000 * moment) for moment in (self._began, sending, time.time()))
-        return Record(
+        self.written = Record(
             extents=layout.extents,
             objects=(*objects, *layout.references),
             checksum=self.checksum,
@@ -419,6 +414,7 @@ class CloudStorageWriter(OurWriter):
             location=uri,
             times=column_of([[self._rank, *times, self.transferred.nbytes]]),
         )
+        return self.written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the checkpoint, on the coordinator.
@@ -531,8 +527,8 @@ class CloudStorageWriter(OurWriter):
             store, key = self._store(), self.uri.key(METADATA)
             try:
                 retrier = Retrier.for_cleanup(self.config.retry)
-                found = retrier.call(lambda: fetch(store, key))
-                names = CommitObject.parse(found, store.uri(key)).names(store.uri(key))
+                commit = retrier.call(lambda: fetch(store, key))
+                names = CommitObject.parse(commit, store.uri(key)).names(store.uri(key))
             except ObjectNotFoundError:
                 pass  # it is not committed now, but may still be
             except CloudCheckpointError as error:

@@ -326,8 +326,8 @@ def _why_not_sent(stored: Any, wants_tensor: bool) -> str:
     leaves = () if wants_tensor else torch.utils._pytree.tree_leaves(stored)
     if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return (
-            "contains tensors, but the planner asks for it as one value: use a planner that "
-            "flattens the state dict, and give the state dict the structure of the file"
+            "contains tensors, but the state dict has one value for it: give the state dict the "
+            "dicts and lists of the file; tensors within other objects can't be loaded"
         )
     return ""
 
