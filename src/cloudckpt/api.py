@@ -252,33 +252,29 @@ def save_prepared(
         no_dist: As in :func:`save`.
     """
     with _naming("save to", target):
-        return _save_prepared(state_dict, prepare, Meeting.of(process_group, no_dist))
+        meeting = Meeting.of(process_group, no_dist)
 
+        def prepare_to_write() -> ToSave:
+            made = prepare()
+            made.writer.begin(commits=meeting.rank == 0)
+            return made
 
-def _save_prepared(
-    state_dict: dict[str, Any], prepare: Callable[[], ToSave], meeting: Meeting
-) -> Metadata:
-    def prepare_to_write() -> ToSave:
-        made = prepare()
-        made.writer.begin(commits=meeting.rank == 0)
-        return made
+        def begin() -> SaveLoop:
+            made, content = _prepare_with_content(
+                prepare_to_write, lambda: content_of(state_dict, meeting.rank)
+            )
+            planner = made.planner or CloudSavePlanner()
+            return SaveLoop(content.for_planner(planner), made.writer, planner, meeting.group)
 
-    def begin() -> SaveLoop:
-        made, content = _prepare_with_content(
-            prepare_to_write, lambda: content_of(state_dict, meeting.rank)
-        )
-        planner = made.planner or CloudSavePlanner()
-        return SaveLoop(content.for_planner(planner), made.writer, planner, meeting.group)
-
-    loop, plan = meeting.begin_planned(begin, lambda loop: loop.status)
-    try:
-        return loop.run(plan)
-    except (CheckpointException, RuntimeError, ValueError) as exc:
-        if is_of_group(exc):
-            break_off(meeting.group)
-        raise _clean_up_and_translate(exc, loop.writer, meeting.rank) from exc
-    finally:
-        forget_listings()
+        loop, plan = meeting.begin_planned(begin, lambda loop: loop.status)
+        try:
+            return loop.run(plan)
+        except (CheckpointException, RuntimeError, ValueError) as exc:
+            if is_of_group(exc):
+                break_off(meeting.group)
+            raise _clean_up_and_translate(exc, loop.writer, meeting.rank) from exc
+        finally:
+            forget_listings()
 
 
 @collective("cloudckpt.load")
@@ -302,36 +298,28 @@ def load_prepared(
         no_dist: As in :func:`load`.
     """
     with _naming("load from", target):
-        return _load_prepared(state_dict, prepare, Meeting.of(process_group, no_dist))
+        meeting = Meeting.of(process_group, no_dist)
 
+        def content() -> Content:
+            _check_dict(state_dict)
+            # torch sorts the keys, which fails on a mix of integers and strings
+            named = {str(key): value for key, value in state_dict.items()}
+            if len(named) < len(state_dict):
+                raise KeyCollisionError(
+                    "two keys of the state dict become the same string, and keys are loaded as "
+                    "strings: rename one of them"
+                )
+            return Content(named, meeting.rank, sorts=True)
 
-def _load_prepared(
-    state_dict: dict[str, Any], prepare: Callable[[], ToLoad], meeting: Meeting
-) -> LoadReport:
-    given: list[Content] = []
+        def begin() -> tuple[StorageReader, LoadPlanner | None, Content]:
+            made, content_to_load = _prepare_with_content(prepare, content)
+            return made.reader, made.planner, content_to_load
 
-    def content() -> Content:
-        _check_dict(state_dict)
-        # torch sorts the keys, which fails on a mix of integers and strings
-        named = {str(key): value for key, value in state_dict.items()}
-        if len(named) < len(state_dict):
-            raise KeyCollisionError(
-                "two keys of the state dict become the same string, and keys are loaded as "
-                "strings: rename one of them"
-            )
-        given.append(Content(named, meeting.rank, sorts=True))
-        return given[0]
-
-    def begin() -> tuple[StorageReader, LoadPlanner | None, Content]:
-        made, content_of_it = _prepare_with_content(prepare, content)
-        return made.reader, made.planner, content_of_it
-
-    state, report = load_together(meeting, begin)
-    loaded = given[0].put(state)
-    for key, value in list(state_dict.items()):
-        if loaded[str(key)] is not value:
-            state_dict[key] = loaded[str(key)]
-    return report
+        loaded, report = load_together(meeting, begin)
+        for key, value in list(state_dict.items()):
+            if loaded[str(key)] is not value:
+                state_dict[key] = loaded[str(key)]
+        return report
 
 
 def _prepare_with_content(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:

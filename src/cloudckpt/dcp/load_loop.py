@@ -56,7 +56,7 @@ def load_together(
         begin: Returns the reader, the planner, and the content to load.
 
     Returns:
-        The state dict, and the report of the load.
+        The content, with the loaded values put into it, and the report of the load.
 
     Raises:
         CloudCheckpointError: As :func:`cloudckpt.load`.
@@ -69,7 +69,8 @@ def load_together(
                 raise
             load = _Load(meeting, failure=error)
     retry_if_replaced(load.run)
-    return load.state_dict, load.reported()
+    report = load.reported()
+    return load.content.put(load.state_dict), report
 
 
 class _Terms(NamedTuple):
@@ -107,7 +108,7 @@ class _Load:
         failure: BaseException | None = None,
     ) -> None:
         self.state_dict: dict[str, Any] = {}
-        self._content = Content({}, meeting.rank) if content is None else content
+        self.content = Content({}, meeting.rank) if content is None else content
         self._meeting = meeting
         self._failure = failure
         self._reader = cast(StorageReader, reader)
@@ -132,7 +133,7 @@ class _Load:
             CloudCheckpointError: As :func:`cloudckpt.load`.
         """
         # after a retry: a planner may have begun to fill it
-        self.state_dict, self._load = dict(self._content.state), None
+        self.state_dict, self._load = dict(self.content.state), None
         try:
             with contextlib.ExitStack() as until_the_end:
                 with all_expected(self._meeting.group):
@@ -150,7 +151,7 @@ class _Load:
 
     def reported(self) -> LoadReport:
         """Returns the report of the load, and logs what may not be intended."""
-        planner, content, uri = self._planner, self._content, self._uri or ""
+        planner, content, uri = self._planner, self.content, self._uri or ""
         for note in content.notes:
             logger.warning("%s: %s", uri, note)
         wanted = getattr(planner, "state_dict", self.state_dict)
@@ -236,7 +237,7 @@ class _Load:
         elif not is_first:
             assert terms.metadata is not None
             self._metadata = self._ours.adopt(terms.metadata)
-        self._content.fit(self._metadata, self._meeting.size, self._uri or "")
+        self.content.fit(self._metadata, self._meeting.size, self._uri or "")
         planner.set_up_planner(self.state_dict, self._metadata, is_first)
         reader.set_up_storage_reader(self._metadata, is_first)
         plan = planner.create_local_plan()

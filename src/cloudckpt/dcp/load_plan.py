@@ -229,11 +229,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
     def _take_lengths(self, table: Table) -> None:
         """Replaces ``_extra_state`` tensors of bytes by new ones of the saved length."""
         for name, value in self.state_dict.items():
-            if not (isinstance(name, str) and name.rpartition(".")[2] == "_extra_state"):
-                continue
-            entry = table.get(name)
+            entry = table.get(name) if name.rpartition(".")[2] == "_extra_state" else None
             is_bytes = type(value) is torch.Tensor and value.dtype is torch.uint8
-            if not is_bytes or entry is None or entry.shape is None:
+            if entry is None or entry.shape is None or not is_bytes:
                 continue
             if value.dim() == len(entry.shape) == 1 and tuple(value.shape) != entry.shape:
                 self._store(name, torch.empty(entry.shape, dtype=torch.uint8, device=value.device))

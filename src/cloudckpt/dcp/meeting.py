@@ -1,8 +1,9 @@
-"""The meeting of all ranks before a save or load: all begin, or all raise the same error.
+"""Exchanges the statuses of ranks: all begin a save or load, or all raise the same error.
 
 A rank may be unable to begin: its location is not a valid URI, its ``state_dict()`` raises, or one
 of its earlier saves is still in progress. torch's own steps report failures that happen within them
-to the other ranks, but not earlier ones. So the ranks meet first, and exchange their statuses.
+to the other ranks, but not earlier ones. So the ranks meet first, and exchange their statuses. They
+do the same at the end of parts of the work, such as the reads of a load.
 
 A rank that waits for others logs after 15 s which of them have not arrived: ``if rank == 0:
 cloudckpt.save(...)`` would wait until the timeout of the process group, half an hour by default,
@@ -237,7 +238,7 @@ def _warn_of_others() -> None:
 
 
 class Meeting:
-    """Exchanges statuses between the ranks of a group, so that they begin together or not at all.
+    """Exchanges statuses between the ranks of a group, so that all go on, or none does.
 
     Attributes:
         group: The ranks; None if this process is alone.

@@ -90,8 +90,8 @@ class CloudSavePlanner(DefaultSavePlanner):
     ) -> None:
         """Flattens the state dict as torch's planner does.
 
-        Without ``flatten_state_dict``, each entry is saved as it is. torch rebuilds containers:
-        keys become strings, of two keys with the same string one is lost, and so are empty
+        Without ``flatten_state_dict``, containers are saved unchanged. torch's planner rebuilds
+        them: keys become strings, of two keys with the same string one is lost, and so are empty
         containers.
 
         Raises:
@@ -99,7 +99,8 @@ class CloudSavePlanner(DefaultSavePlanner):
             UnsupportedValueError: If a container contains itself.
         """
         check_nesting(state_dict)
-        self.is_coordinator, self.state_dict = is_coordinator, state_dict
+        self.is_coordinator = is_coordinator
+        self.state_dict = {str(key): value for key, value in state_dict.items()}
         if self.flatten_state_dict:
             uri = None if storage_meta is None else storage_meta.checkpoint_id
             flat = Flat(state_dict, None if uri is None else str(uri))
