@@ -130,7 +130,7 @@ class Copies(NamedTuple):
     def described(self, planner: DefaultSavePlanner) -> list[Described]:
         """Returns the digest of each copy."""
         items = [item for _, of_set in self.sets for item in of_set]
-        return Digests(items, planner, self.samples).of_all()
+        return Digests(items, planner, planner.state_dict, self.samples).of_all()
 
 
 @dataclass(eq=False)
@@ -140,19 +140,19 @@ class Digests:
     Attributes:
         items: The items, as the planner has planned them for this rank.
         planner: The planner. It may be custom.
+        values: The state dict, by flat names.
         samples: Whether only a sample of a large tensor is read.
     """
 
     items: Iterable[WriteItem]
     planner: SavePlanner
+    values: Mapping[Any, Any]
     samples: bool
 
     def __post_init__(self) -> None:
         self._left = {item.index: item for item in self.items}
         self._made: list[Described] = []
         self._meshes: dict[int, frozenset[int]] = {}
-        values = getattr(self.planner, "state_dict", None)
-        self._values = values if isinstance(values, Mapping) else {}
 
     def add(self, item: WriteItem, data: Any) -> None:
         """Makes the digest of an item of which the planner has returned the data."""
@@ -168,7 +168,7 @@ class Digests:
 
     def _add(self, item: WriteItem, value: Any) -> None:
         name, offsets = item.index.fqn, item.index.offset
-        given, mesh = self._values.get(name), None
+        given, mesh = self.values.get(name), None
         if isinstance(given, DTensor):
             ranks = given.device_mesh.mesh.flatten().tolist()
             mesh = self._meshes.setdefault(id(given.device_mesh), frozenset(ranks))

@@ -175,6 +175,12 @@ def one_error(
         step: When the ranks failed, for the message.
         uri: The checkpoint.
     """
+    # of ranks that have met before, some report what others have told them
+    failures = {
+        number: error
+        for number, error in failures.items()
+        if not isinstance(error, RanksFailedError)
+    } or failures
     own = failures.get(rank)
     if own is not None and not isinstance(own, Exception):
         return own  # an interrupt of this process stays an interrupt

@@ -31,7 +31,7 @@ from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.shard import Sender, send_here
 from cloudckpt.checkpoint.structure import Structure
-from cloudckpt.checkpoint.torch_private import state_dict_being_planned
+from cloudckpt.checkpoint.torch_private import flatten_state_dict, state_dict_being_planned
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.copies import Described, Digests, refuse_or_tell
@@ -209,8 +209,8 @@ class CloudStorageWriter(OurWriter):
         self._is_set_up = False
         self._written: list[str] = []
         self._structure = Structure()
-        # the planner, if what ranks have under one name is compared
-        self._compared: SavePlanner | None = None
+        # the planner, and the flat state dict, if what ranks have under one name is compared
+        self._compared: tuple[SavePlanner, Mapping[str, Any]] | None = None
         self._digests: Digests | None = None
         self.hold: Hold | None = None
         self.contents: Callable[[int], Contents] | None = None
@@ -307,11 +307,12 @@ class CloudStorageWriter(OurWriter):
             CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
         """
         self.wait_for_baseline()
-        planner = self._compared
-        if planner is not None and isinstance(plan, SavePlan):
+        if self._compared is not None and isinstance(plan, SavePlan):
+            planner, values = self._compared
             # a planner that caches its plans makes an empty one if nothing has changed
             items = plan.items if plan.usable else getattr(planner, "plan", plan).items
-            self._digests = Digests(items, planner, samples=self.config.replicas != "refuse")
+            samples = self.config.replicas != "refuse"
+            self._digests = Digests(items, planner, values, samples)
         return plan
 
     @property
@@ -346,7 +347,13 @@ class CloudStorageWriter(OurWriter):
             KeyCollisionError: If two entries of the state dict would have the same name.
         """
         self._structure = lost_by_flattening(state_dict, planner, str(self.uri))
-        self._compared = planner if compares and self.config.replicas != "trust" else None
+        if compares and self.config.replicas != "trust":
+            values = getattr(planner, "state_dict", None)
+            if not isinstance(values, Mapping):
+                values = {}
+                with contextlib.suppress(ValueError):  # the planner may use names of its own
+                    values = flatten_state_dict(state_dict)[0]
+            self._compared = planner, values
         return self._structure
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
