@@ -249,20 +249,20 @@ class Flat:
         self._uri = uri
         self._add((), "", state_dict)
 
-    def _add(self, path: Path, name: str, value: Any) -> None:
-        below = f"{name}." if path else ""
+    def _add(self, path: Path, prefix: str, value: Any) -> None:
+        """Adds a value; ``prefix`` is its name and a dot."""
         is_tensor = type(value) is torch.Tensor  # as most values are
         if not is_tensor and isinstance(value, Mapping):
             if path and not value:
                 self.empty.append(path)
             for key, entry in value.items():
                 element = key if type(key) is str else self._element(path, key, value)
-                self._add((*path, element), below + element, entry)
+                self._add((*path, element), f"{prefix}{element}.", entry)
         elif not is_tensor and isinstance(value, list) and is_flattened(value):
             for index, entry in enumerate(value):
-                self._add((*path, index), f"{below}{index}", entry)
+                self._add((*path, index), f"{prefix}{index}.", entry)
         else:
-            if name in self.values:
+            if (name := prefix[:-1]) in self.values:
                 raise self._collision(self.true(self.paths[name]), self.true(path))
             self.values[name], self.paths[name] = value, path
 

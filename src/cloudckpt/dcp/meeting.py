@@ -330,12 +330,27 @@ class Meeting:
             BaseException: The error of ``prepare``, if this process is alone.
             CloudCheckpointError: See :meth:`Consensus.objection` and :meth:`exchange`.
         """
-        return self.begin_planned(prepare, status, during=during)[0]
+        return self._agreed(prepare, status, during)[0]
 
     def begin_planned(
-        self, prepare: Callable[[], T], status: Callable[[T], RankStatus], *, during: str = ""
+        self, prepare: Callable[[], T], status: Callable[[T], RankStatus]
     ) -> tuple[T, int]:
         """Does the same as :meth:`begin`, and also returns :attr:`Consensus.plan`."""
+        made, consensus = self._agreed(prepare, status, "")
+        return made, consensus.plan
+
+    def gathered(self, work: Callable[[], T], *, during: str = "while they worked") -> list[T]:
+        """Returns the results of ``work`` of all ranks, by rank; otherwise like :meth:`begin`."""
+        return self._agreed(work, _no_objection, during, shares=True)[1].values
+
+    def _agreed(
+        self,
+        prepare: Callable[[], T],
+        status: Callable[[T], RankStatus],
+        during: str,
+        *,
+        shares: bool = False,
+    ) -> tuple[T, Consensus]:
         with all_expected(None if during else self.group):
             try:
                 made = prepare()
@@ -345,9 +360,9 @@ class Meeting:
                 failure = None if isinstance(error, TransferCancelledError) else error
                 self.exchange(RankStatus(failure=failure), during=during).raise_on_all_ranks()
                 raise
-            consensus = self.exchange(own, during=during)
+            consensus = self.exchange(own, made if shares else None, during=during)
         consensus.raise_on_all_ranks()
-        return made, consensus.plan
+        return made, consensus
 
     def broadcast_from_first(self, compute: Callable[[], T]) -> T:
         """Calls ``compute`` on the first rank, and returns its result on all; a collective call.
@@ -376,15 +391,6 @@ class Meeting:
             device = torch.device(device_for_collectives(self.group))
             dist.broadcast_object_list(values, group=self.group, group_src=0, device=device)
         return values[0]
-
-    def gathered(self, value: T) -> list[T]:
-        """Returns the values of all ranks, by rank; a collective call.
-
-        Raises:
-            ProcessGroupError: If the ranks lost each other.
-        """
-        during = "while they exchanged their results"
-        return self.exchange(RankStatus(), value, during=during).values
 
     def divided_by_first(
         self,

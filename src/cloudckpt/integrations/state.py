@@ -302,7 +302,7 @@ def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
         ConfigError: If no rank has a file in the folder.
         CloudCheckpointError: If a rank can't read its folder.
     """
-    sizes = meeting.gathered(meeting.begin(lambda: _sizes(folder)))
+    sizes = meeting.gathered(lambda: _sizes(folder))
     if not any(sizes):
         raise ConfigError(
             f"no files were written to {folder}, so there is nothing to save: check the "

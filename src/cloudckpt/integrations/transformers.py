@@ -171,7 +171,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         step, self._told_to_end = self._told_to_end, None
         if getattr(args, "enable_jit_checkpoint", False) and step is not None:
             is_new = step != self._newest and os.path.isdir(_folder(args.output_dir, step))
-            if any(Meeting.of(None, False).gathered(is_new)):
+            if any(Meeting.of(None, False).gathered(lambda: is_new)):
                 self._unless_logged(lambda: self._saves.finish())
                 self._unless_logged(lambda: self._save(args, state, step))
         if self._made is not None:
@@ -257,7 +257,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     def _bring(self, meeting: Meeting, step: int) -> str:
         """Copies a step to each node; returns its local folder."""
-        local_rank, _ = _place()
+        local_rank = _place()[0]
         output_dir = None if self._args is None else self._args.output_dir
 
         def make() -> str | None:
@@ -272,8 +272,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             atexit.register(shutil.rmtree, made, ignore_errors=True)
             return os.path.abspath(made)
 
-        self._restored = meeting.begin(make)
-        root = str(meeting.gathered(self._restored)[meeting.rank - local_rank])
+        roots = meeting.gathered(make, during=_LOADING)
+        self._restored, root = roots[meeting.rank], str(roots[meeting.rank - local_rank])
         folder = _folder(root, step)
         self._fetch(meeting, step, folder)
         meeting.begin(lambda: _tell_random_states(folder, meeting), during=_LOADING)
@@ -300,10 +300,9 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if best is None:
             return
         place = os.path.abspath(_folder(self._args.output_dir, best))
-        are_there = meeting.gathered(os.path.isdir(place))
         copy = _folder(os.path.join(root, "best"), best)
         try:
-            if not all(are_there):
+            if not all(meeting.gathered(lambda: os.path.isdir(place), during=_LOADING)):
                 self._fetch(meeting, best, copy)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             logger.error("step %d, which has the best metric, can't be restored: %s", best, error)

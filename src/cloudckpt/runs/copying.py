@@ -115,10 +115,7 @@ def copy(
     if copies[0].source != origin.root:  # the source is a run
         meeting.broadcast_from_first(lambda: copy_claim(origin, goal))
     share = copies[meeting.rank :: meeting.size]
-    made = meeting.begin(
-        lambda: _carry_out(share, origin, goal, Progress(progress)), during="while it was copied"
-    )
-    of_all = meeting.gathered(made)
+    of_all = meeting.gathered(lambda: _carry_out(share, origin, goal, Progress(progress)))
     copied = sum((one for one, _ in of_all), Copied())
     failed = [error for _, errors in of_all for error in errors]
     if damaged := [error for error in failed if isinstance(error, CheckpointCorruptError)]:

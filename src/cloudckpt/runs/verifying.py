@@ -175,10 +175,8 @@ def _verify(
     largest_first = sorted(content.objects, key=lambda one: -one.whole.nbytes)
     share = largest_first[meeting.rank :: meeting.size]  # so ranks get similar sizes
     share.sort(key=lambda one: (one.whole.key, one.whole.offset))
-    found = meeting.begin(
-        lambda: _damages(uri, config, share, progress), during="while it was verified"
-    )
-    damaged = [*content.damaged, *(error for each in meeting.gathered(found) for error in each)]
+    of_all = meeting.gathered(lambda: _damages(uri, config, share, progress))
+    damaged = [*content.damaged, *(error for of_rank in of_all for error in of_rank)]
     if damaged:
         meeting.broadcast_from_first(
             lambda: check_unchanged(
