@@ -218,12 +218,12 @@ class Blocks:
         expected = self.checksums[first : first + len(lengths)]
         if total == self.algorithm.combine(zip(expected, lengths, strict=True)):
             return []
-        return self._look_for_bad(first, views)
+        return self._bad_blocks(first, views)
 
-    def _look_for_bad(self, first: int, views: Sequence[memoryview]) -> list[int]:
+    def _bad_blocks(self, first: int, views: Sequence[memoryview]) -> list[int]:
         of, size, expected = self.algorithm.of, self.size, self.checksums
         index, checksum, filled = first, 0, 0
-        found: list[int] = []
+        numbers: list[int] = []
         for view in views:
             position = 0
             while position < view.nbytes:
@@ -233,8 +233,8 @@ class Blocks:
                 filled += length
                 if filled == size:
                     if checksum != expected[index]:
-                        found.append(index)
+                        numbers.append(index)
                     index, checksum, filled = index + 1, 0, 0
         if filled and checksum != expected[index]:
-            found.append(index)
-        return found
+            numbers.append(index)
+        return numbers

@@ -7,46 +7,6 @@ import pytest
 from cloudckpt.background.arena import available_memory
 from cloudckpt.config import MIB
 
-
-class Machine:
-    """A folder that looks like ``/``."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.has(8000 * MIB)
-
-    def has(self, size: int) -> None:
-        text = f"MemTotal: 99999999 kB\nMemFree: 1 kB\nMemAvailable: {size // 1024} kB\n"
-        self.write("proc/meminfo", text)
-
-    def belongs(self, groups: str) -> None:
-        self.write("proc/self/cgroup", f"{groups}\n")
-
-    def limit(self, folder: str, limit: object, used: int, reclaimable: int = 0) -> None:
-        """Has a cgroup; sizes are in MiB, but for those that are as the kernel writes them."""
-        of_first = folder.startswith("sys/fs/cgroup/memory")
-        names = ("limit_in_bytes", "usage_in_bytes") if of_first else ("max", "current")
-        size = limit * MIB if isinstance(limit, int) and limit < 2**40 else limit
-        self.write(f"{folder}/memory.{names[0]}", f"{size}\n")
-        self.write(f"{folder}/memory.{names[1]}", f"{used * MIB}\n")
-        stat = f"inactive_file {0 if of_first else reclaimable * MIB}\n"
-        self.write(f"{folder}/memory.stat", f"{stat}total_inactive_file {reclaimable * MIB}\n")
-
-    def write(self, name: str, text: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    @property
-    def left(self) -> int | None:
-        return available_memory(str(self.root))
-
-
-@pytest.fixture
-def machine(tmp_path) -> Machine:
-    return Machine(tmp_path)
-
-
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 UNLIMITED = 2**63 - 4096  # of the first version of cgroups
 
@@ -75,25 +35,46 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_what_is_left_is_what_the_tightest_limit_leaves(machine, name):
-    groups, folders, left = MACHINES[name]
-    machine.belongs(groups)
+def left(root: Path, groups: str, folders: dict, changed: dict[str, str | None]) -> int | None:
+    """What is left on a machine with 8,000 MiB; limits of cgroups in MiB, or as the kernel writes.
+
+    Args:
+        root: A folder that looks like ``/`` then.
+        groups: The process's cgroups.
+        folders: By folder of a cgroup its limit, what is used, and what of that can be reclaimed.
+        changed: By the name of a file, of any folder, other contents; None: it is not there.
+    """
+    kib = 8000 * MIB // 1024
+    files = {"proc/self/cgroup": f"{groups}\n"}
+    files["proc/meminfo"] = f"MemTotal: 99999999 kB\nMemFree: 1 kB\nMemAvailable: {kib} kB\n"
     for folder, (limit, used, reclaimable) in folders.items():
-        machine.limit(folder, limit, used, reclaimable)
-    assert machine.left == left * MIB
+        is_first = folder.startswith(V1)
+        names = ("limit_in_bytes", "usage_in_bytes") if is_first else ("max", "current")
+        size = limit * MIB if isinstance(limit, int) and limit < 2**40 else limit
+        files[f"{folder}/memory.{names[0]}"] = f"{size}\n"
+        files[f"{folder}/memory.{names[1]}"] = f"{used * MIB}\n"
+        stat = f"inactive_file {0 if is_first else reclaimable * MIB}\n"
+        files[f"{folder}/memory.stat"] = f"{stat}total_inactive_file {reclaimable * MIB}\n"
+    for name, text in files.items():
+        path = root / name
+        text = changed.get(path.name, text)
+        if text is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="latin-1")
+    return available_memory(str(root))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_is_left_is_what_the_tightest_limit_leaves(tmp_path, name):
+    groups, folders, expected = MACHINES[name]
+    assert left(tmp_path, groups, folders, {}) == expected * MIB
 
 
 @pytest.mark.parametrize("missing", ["memory.max", "memory.current", "memory.stat"])
 @pytest.mark.parametrize("text", [None, "", "lots\n", "-5\n", "inactive_file\n", "\xff\n"])
-def test_what_can_not_be_read_limits_nothing(machine, missing, text):
-    machine.belongs("0::/job")
-    machine.limit("sys/fs/cgroup/job", 64, 4)
-    path = machine.root / "sys/fs/cgroup/job" / missing
-    path.unlink()
-    if text is not None:
-        path.write_text(text, encoding="latin-1")
-    assert machine.left == 8000 * MIB
+def test_what_can_not_be_read_limits_nothing(tmp_path, missing, text):
+    folders = {f"{V2}/job": (64, 4, 0)}
+    assert left(tmp_path, "0::/job", folders, {missing: text}) == 8000 * MIB
 
 
 def test_nothing_is_known_where_there_are_no_such_files(tmp_path):

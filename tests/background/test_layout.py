@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cloudckpt.background import stager as stagers
-from cloudckpt.background.layout import Layout
+from cloudckpt.background.stager import Layout
 from cloudckpt.checkpointer import Stager
 from cloudckpt.config import MIB
 from cloudckpt.errors import StagingError

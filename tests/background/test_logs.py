@@ -11,7 +11,7 @@ class Speaker:
     def __init__(self) -> None:
         self.sent: list[tuple[str, str]] = []
 
-    def tell(self, kind: str, record: logging.LogRecord) -> None:
+    def send(self, kind: str, record: logging.LogRecord) -> None:
         self.sent.append((record.name, record.getMessage()))
 
 

@@ -265,7 +265,7 @@ def test_signals_that_are_for_the_trainer_do_not_end_what_saves(one, shaky, gate
 @pytest.fixture
 def short_signs(monkeypatch):
     """A saving process is ended after two seconds without a sign of life."""
-    monkeypatch.setattr(process, "_SIGN_OF_LIFE", 2.0)
+    monkeypatch.setattr(process, "_HEARTBEAT_TIMEOUT", 2.0)
 
 
 def test_a_process_that_is_frozen_amid_a_save_is_ended_and_replaced(local, short_signs):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import cloudckpt
 from cloudckpt import BackgroundOptions
 from cloudckpt.background import async_save, groups, process
+from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, make_async_checkpointer
 from cloudckpt.errors import (
@@ -338,72 +339,48 @@ def test_a_saver_that_does_not_know_of_the_other_ranks_refuses_to_save(local, ra
 # ---- a saving process of each
 
 
-def _works(one: AsyncSaver, step: int, place: Place) -> None:
-    begin(one, step, place).result(PATIENCE)
-    assert step_at(place, ranks=2) == step
+def _works(one: AsyncSaver, place: Place) -> None:
+    begin(one, 3, place).result(PATIENCE)
+    assert step_at(place, ranks=2) == 3
     dist.barrier()
 
 
-def dies_before_the_first_save(one: AsyncSaver, place: Place) -> None:
-    if dist.get_rank() == 0:
-        kill(pid_of(one))
-    _works(one, 1, place)
+def _deaths(place: Place) -> None:
+    """Before the first save, between two, in one, on the rank that commits and the other."""
+    rank = dist.get_rank()
+    with AsyncSaver(kind=PROCESS) as one:
+        for victim in (0, 1):
+            pid = pid_of(one)
+            if rank == victim:
+                kill(pid)
+            dist.barrier()
+            _works(one, place.at(f"between-{victim}"))
+            assert (pid_of(one) == pid) == (rank != victim)  # only the dead one is replaced
+        for victim in (0, 1):
+            where = place.at(f"in-{victim}")
+            with stopped(one) if rank == victim else contextlib.nullcontext() as pid:
+                future = begin(one, 1, where)
+                if rank == victim:
+                    assert given(one)
+                    kill(pid)
+            _fails(future, "was ended by signal 9")
+            assert where.names() == []
+            dist.barrier()
+            _works(one, where)
+        refuse = mock.patch.object(process, "_start", side_effect=OSError("no processes left"))
+        with refuse if rank == 1 else contextlib.nullcontext():
+            if rank == 1:
+                kill(pid_of(one))
+            _fails(begin(one, 2, place), "no processes left")
+        dist.barrier()
+        _works(one, place)
 
 
-def dies_between_two_saves(one: AsyncSaver, place: Place) -> None:
-    other = pid_of(one)
-    if dist.get_rank() == 1:
-        kill(other)
-    dist.barrier()
-    _works(one, 2, place)
-    assert (pid_of(one) == other) == (dist.get_rank() == 0)  # only the dead one is replaced
-
-
-def _dies_in_a_save(one: AsyncSaver, place: Place, rank: int) -> None:
-    is_here = dist.get_rank() == rank
-    with stopped(one) if is_here else contextlib.nullcontext() as pid:
-        future = begin(one, 1, place)
-        if is_here:
-            assert given(one)
-            kill(pid)
+def _fails(future: SaveFuture, why: str) -> None:
     error = future.exception(SOON)
     assert isinstance(error, SaveProcessError), repr(error)
-    assert "was ended by signal 9" in str(error), str(error)
-    dist.barrier()
-    assert place.names() == []
-
-
-def dies_in_a_save(one: AsyncSaver, place: Place) -> None:
-    _dies_in_a_save(one, place, rank=1)
-
-
-def dies_in_a_save_that_it_commits(one: AsyncSaver, place: Place) -> None:
-    _dies_in_a_save(one, place, rank=0)
-
-
-def can_not_be_replaced(one: AsyncSaver, place: Place) -> None:
-    refused = contextlib.nullcontext()
-    if dist.get_rank() == 1:
-        kill(pid_of(one))
-        refused = mock.patch.object(process, "_start", side_effect=OSError("no processes left"))
-    with refused:
-        error = begin(one, 2, place).exception(SOON)
-    assert isinstance(error, SaveProcessError)
-    assert "no processes left" in str(error)
-    dist.barrier()
-
-
-DEATHS = [dies_before_the_first_save, dies_between_two_saves, dies_in_a_save]
-DEATHS += [dies_in_a_save_that_it_commits, can_not_be_replaced]
-
-
-def _with_processes(place: Place) -> None:
-    with AsyncSaver(kind=PROCESS) as one:
-        for death in DEATHS:
-            where = place.at(death.__name__)
-            death(one, where)
-            _works(one, 3, where)
+    assert why in str(error)
 
 
 def test_what_a_process_of_one_rank_can_not_do_is_told_to_all_and_they_go_on(ranks, local):
-    ranks(2, _with_processes, local)
+    ranks(2, _deaths, local)

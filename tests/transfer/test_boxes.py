@@ -141,11 +141,11 @@ def origin(segment):
 
 
 @st.composite
-def neighbours(draw, *, grains=GRAINS, gaps=GAPS):
-    """Segments of one object that do not overlap, in any order."""
+def segments_of_one(draw, *, grains=GRAINS, gaps=GAPS):
+    """Segments of one object, in any order; those with negative gaps overlap."""
     segments, at = [], draw(st.integers(0, 1000))
     for owner in range(draw(st.integers(0, 10))):
-        at += draw(gaps)
+        at = max(0, at + draw(gaps))
         length = draw(st.integers(1, 400))
         back = draw(st.integers(0, 30))
         segments.append(segment(at, at + length, draw(grains), at - back, owner))
@@ -153,19 +153,9 @@ def neighbours(draw, *, grains=GRAINS, gaps=GAPS):
     return draw(st.permutations(segments))
 
 
-@st.composite
-def any_segments(draw):
-    segments = []
-    for owner in range(draw(st.integers(0, 10))):
-        start, length = draw(st.integers(0, 800)), draw(st.integers(1, 400))
-        grain, back = draw(GRAINS), draw(st.integers(0, 30))
-        segments.append(segment(start, start + length, grain, start - back, owner))
-    return segments
-
-
 @settings(max_examples=200)
 @given(
-    segments=neighbours() | any_segments(),
+    segments=segments_of_one() | segments_of_one(gaps=st.integers(-600, 80)),
     limit=st.integers(1, 500),
     merge_gap=st.integers(0, 100),
 )
@@ -196,7 +186,7 @@ def test_requests_have_each_segment_whole_and_exceed_no_limit(segments, limit, m
 
 @settings(max_examples=200)
 @given(
-    segments=neighbours(grains=st.integers(1, 60), gaps=st.just(0)),
+    segments=segments_of_one(grains=st.integers(1, 60), gaps=st.just(0)),
     limit=st.integers(360, 3000),
     merge_gap=st.integers(0, 100),
 )

@@ -157,31 +157,15 @@ def test_a_contiguous_tensor_takes_its_bytes_in_any_cuts(store, name, request_si
     assert torch.equal(target, as_tensor(data).view(60, 50).to(target.dtype))
 
 
-def test_a_box_is_taken_out_of_the_rows_around_it(store):
-    whole = torch.randn(40, 30)
-    data = stored(store, whole.numpy().tobytes())
-    target = torch.zeros(10, 8)
-    sink = TensorSink(target, torch.float32, (40, 30))
-    start = (5 * 30 + 11) * 4
-    stop = start + (9 * 30 + 8) * 4
-    fetch(store, [Wanted(source_of(data), start, stop, sink, False)])
-    assert torch.equal(target, whole[5:15, 11:19])
-
-
 # economy
 
 
-def test_with_checksums_whole_blocks_are_read_and_no_more(store):
+@pytest.mark.parametrize(("verify", "nbytes"), [(True, 3 * BLOCK), (False, 1700)])
+def test_with_checksums_whole_blocks_are_read_and_no_more(store, verify, nbytes):
     data = stored(store, some_bytes(100_000))
     want = bytes_wanted(source_of(data), 5500, 7200)
-    assert fetch(store, [want]).nbytes == 3 * BLOCK
+    assert fetch(store, [want], verify=verify).nbytes == nbytes
     assert bytes(want.sink.data) == data[5500:7200]
-
-
-def test_without_checksums_only_what_is_wanted_is_read(store):
-    data = stored(store, some_bytes(100_000))
-    want = bytes_wanted(source_of(data), 5500, 7200)
-    assert fetch(store, [want], verify=False).nbytes == 1700
 
 
 def test_neighbours_share_a_request(store):

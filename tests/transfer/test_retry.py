@@ -258,7 +258,7 @@ class Holding:
 def test_a_failure_beside_a_replacement_is_one_of_it(version, told):
     read, failure = ObjectInfo("run/.metadata", 1, "1"), ObjectNotFoundError("gone")
     with pytest.raises(CheckpointReplacedError) as caught:
-        check_unchanged(Holding(version), read, "uri", RetryPolicy(), failure, told=told)
+        check_unchanged(Holding(version), read, "uri", RetryPolicy(), failure, known_save=told)
     assert caught.value.saves == (None if told is None else ("1", version))
     assert caught.value.__cause__ is failure
 

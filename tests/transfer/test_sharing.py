@@ -1,6 +1,7 @@
 """Bytes that several ranks want: who fetches them, and how they are handed on."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import queue
@@ -171,18 +172,11 @@ def test_fewer_bytes_than_ranks_can_share_are_not_shared():
     assert shared_requests(segments_for(wanted, Config()), 2) is None
 
 
-def _no_threads(download):
-    def refuse(task):
-        raise RuntimeError("can't start new thread")
-
-    download.submit = refuse
-
-
-def _no_threads_for_long(download):
+def _no_threads(download, started=0):
     submit, tasks = download.submit, itertools.count()
 
     def refuse(task):
-        if next(tasks):
+        if next(tasks) >= started:
             raise RuntimeError("can't start new thread")
         submit(task)
 
@@ -221,7 +215,7 @@ def allocating(monkeypatch):
 FAILURES = [
     (None, StoreError),  # its store fails
     (_no_threads, RuntimeError),
-    (_no_threads_for_long, RuntimeError),
+    (functools.partial(_no_threads, started=1), RuntimeError),
     (_no_memory, MemoryError),
 ]
 

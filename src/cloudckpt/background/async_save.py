@@ -16,7 +16,7 @@ from cloudckpt._arguments import suggesting
 from cloudckpt.api import our_writer, writer_for
 from cloudckpt.background.groups import exists
 from cloudckpt.background.save import SaveFuture
-from cloudckpt.background.saver import AsyncSaver, alike
+from cloudckpt.background.saver import AsyncSaver, status_of
 from cloudckpt.config import BackgroundOptions, Config
 from cloudckpt.dcp.meeting import Meeting, check_together, collective
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
@@ -96,7 +96,9 @@ def async_save(
 
     # the options select the saver of these ranks, and a rank that fails here may not know them
     meeting = Meeting.of(process_group, no_dist)
-    writer, options = meeting.begin(prepare, lambda made: alike(async_checkpointer_type, made[1]))
+    writer, options = meeting.begin(
+        prepare, lambda made: status_of(async_checkpointer_type, made[1])
+    )
     saver = _saver_for(process_group, no_dist, async_checkpointer_type, options)
     pending = saver.save(
         state_dict,

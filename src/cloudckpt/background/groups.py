@@ -160,17 +160,17 @@ def _agree(
         number of groups that a rank is in.
     """
     rank, size, store = group.rank(), group.size(), group.get_group_store()
-    place = f"cloudckpt/open/{number}"
-    store.set(f"{place}/{rank}", json.dumps([free, groups_joined()]))
+    prefix = f"cloudckpt/open/{number}"
+    store.set(f"{prefix}/{rank}", json.dumps([free, groups_joined()]))
     if rank == 0:
-        keys = [f"{place}/{other}" for other in range(size)]
+        keys = [f"{prefix}/{other}" for other in range(size)]
         _await(store, keys, timeout)
-        said = [json.loads(store.get(key)) for key in keys]
-        common = set.intersection(*(set(names) for names, _ in said))
-        told = min(common, default=""), max(count for _, count in said)
-        store.set(f"{place}/chosen", json.dumps(told))
-    _await(store, [f"{place}/chosen"], timeout)
-    chosen, most = json.loads(store.get(f"{place}/chosen"))
+        reports = [json.loads(store.get(key)) for key in keys]
+        common = set.intersection(*(set(names) for names, _ in reports))
+        choice = min(common, default=""), max(count for _, count in reports)
+        store.set(f"{prefix}/chosen", json.dumps(choice))
+    _await(store, [f"{prefix}/chosen"], timeout)
+    chosen, most = json.loads(store.get(f"{prefix}/chosen"))
     return chosen, most
 
 

@@ -58,7 +58,7 @@ __all__ = ["ProcessSender", "SaveProcess", "log_levels"]
 
 _ANNEX = 1  # the number of the annex as a buffer of plans
 _NICE = 5  # niceness of the process relative to the trainer
-_SIGN_OF_LIFE = 120.0  # seconds without a heartbeat after which a process with a save is ended
+_HEARTBEAT_TIMEOUT = 120.0  # seconds without a heartbeat after which a process with a save is ended
 _LOOK = 1.0  # seconds between checks that the process is alive
 _SHUTDOWN_TIMEOUT = 5.0  # seconds for it to end on its own, or after being killed
 
@@ -259,9 +259,11 @@ class _Worker:
             self._channel, theirs = multiprocessing.Pipe()
             undo.callback(self._channel.close)
             with theirs:
-                _set_timeout(self._channel, _SIGN_OF_LIFE)
+                _set_timeout(self._channel, _HEARTBEAT_TIMEOUT)
                 self._process = _start(theirs.fileno())
-            settings = Settings(os.getpid(), _NICE, _SIGN_OF_LIFE, options.outlive, log_levels())
+            settings = Settings(
+                os.getpid(), _NICE, _HEARTBEAT_TIMEOUT, options.outlive, log_levels()
+            )
             with contextlib.suppress(ConnectionError):  # it has ended: the first wait says how
                 self._channel.send(_paths())
                 self._channel.send(settings)
@@ -343,7 +345,7 @@ class _Worker:
                         "output on standard error, or save in a thread "
                         "(AsyncCheckpointerType.THREAD)"
                     )
-                elif deadline is None and silent >= _SIGN_OF_LIFE:
+                elif deadline is None and silent >= _HEARTBEAT_TIMEOUT:
                     raise SaveProcessError(
                         f"the saving process did not respond for {silent:g} s and was killed; "
                         "this save is not committed, and the next one starts a new process"
@@ -375,7 +377,7 @@ class _Worker:
         if code is not None:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         elif isinstance(cause, BlockingIOError):  # the channel's timeout raises it
-            how = f"did not read or write for {_SIGN_OF_LIFE:g} s"
+            how = f"did not read or write for {_HEARTBEAT_TIMEOUT:g} s"
         else:
             how = "can't be reached"
         if not self._is_ready:

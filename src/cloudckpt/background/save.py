@@ -210,7 +210,7 @@ class Save:
 
     def run(self, carry_out: Callable[[Save], Any]) -> None:
         """Waits for the copy, saves it, and sets the future's outcome."""
-        told = self.failure
+        own_failure = self.failure
         unsubscribe = subscribe(self.listen, progress=False)
         result, error = self._result_of(carry_out)
         unsubscribe()
@@ -218,7 +218,7 @@ class Save:
         if error is None:
             self.written.set_result(result)
             return
-        release_frames(error, apart_from=told)
+        release_frames(error, apart_from=own_failure)
         if isinstance(error, CloudCheckpointError) and error.action is None:
             error.action = f"save to {self.where}"
         self.written.set_exception(error)
@@ -239,7 +239,7 @@ class Save:
                 except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
                     self.fail(error)
             return carry_out(self), None
-        except BaseException as error:  # noqa: BLE001 - told by the future
+        except BaseException as error:  # noqa: BLE001 - set on the future
             return None, error
 
     def listen(self, event: Event) -> None:

@@ -42,7 +42,7 @@ from cloudckpt.stores.registry import checkpoint_location
 from cloudckpt.uri import URILike
 from cloudckpt.waiting import is_stuck
 
-__all__ = ["AsyncSaver", "alike"]
+__all__ = ["AsyncSaver", "status_of"]
 
 
 class AsyncSaver:
@@ -105,7 +105,7 @@ class AsyncSaver:
                 self._group = self._new_group(process_group, have_met)
                 # the saving thread uses the other group, and both may be in use at once
                 self._meeting = Meeting(self._new_group(process_group, have_met=True))
-            self._meeting.begin(lambda: self._make(kind), lambda _: alike(kind, self._options))
+            self._meeting.begin(lambda: self._make(kind), lambda _: status_of(kind, self._options))
         except BaseException:
             self._abandon()
             raise
@@ -216,7 +216,7 @@ class AsyncSaver:
         save: Save,
         stager: AsyncStager | None,
     ) -> None:
-        """Makes the copy and gives it, or the error because of which it failed, to the thread."""
+        """Copies the state dict, and queues the save: if the copy failed, so do the other ranks."""
         raised: BaseException | None = None
         unsubscribe = subscribe(save.listen, progress=False)
         try:
@@ -239,7 +239,7 @@ class AsyncSaver:
         save.is_reported = not self._tells_failures
 
     def _submit(self, save: Save) -> BaseException | None:
-        """Gives a save that all ranks have begun to the thread.
+        """Queues a save that all ranks have begun for the saving thread.
 
         If the thread has ended, so does the save, here: this rank only reports its failure to the
         others, which would otherwise wait for it.
@@ -274,7 +274,7 @@ class AsyncSaver:
         """
         save: Save | None = None
         try:
-            made, where = self._aimed(writer, checkpoint_id)
+            made, where = self._target_of(writer, checkpoint_id)
             redirect = None if checkpoint_id is None else str(checkpoint_id)
             save = Save(self._number + 1, where, made, planner, redirect)
             is_ours = isinstance(made, CloudStorageWriter)
@@ -352,7 +352,7 @@ class AsyncSaver:
         """Whether this rank's requests fail or are not answered, here or in the saving process."""
         return is_stuck() or (self._process is not None and self._process.is_stuck)
 
-    def _aimed(
+    def _target_of(
         self, writer: OurWriter | Callable[[], OurWriter], checkpoint_id: URILike | None
     ) -> tuple[OurWriter, str]:
         """Returns the writer, and its destination as events and errors name it.
@@ -509,7 +509,7 @@ def _ended_error(closed: bool, where: str, cause: RuntimeError | None) -> AsyncS
     return error
 
 
-def alike(kind: AsyncCheckpointerType, options: BackgroundOptions) -> RankStatus:
+def status_of(kind: AsyncCheckpointerType, options: BackgroundOptions) -> RankStatus:
     """Returns a status with the settings on which ranks must agree to share a saver.
 
     Raises:

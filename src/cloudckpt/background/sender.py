@@ -60,7 +60,6 @@ __all__ = [
     "finish",
     "forward_logs",
     "main",
-    "sent",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -150,7 +149,7 @@ class Sending(NamedTuple):
 
 
 class CurrentSave:
-    """Tells the thread that watches the trainer about the save of the thread that sends.
+    """Shares the save in progress between the thread that sends and the one that watches.
 
     Attributes:
         save: The save; None between saves.
@@ -196,7 +195,7 @@ class CurrentSave:
 
 
 def finish(current: CurrentSave, limit: float) -> None:
-    """Writes the pending object again and again until the save is sent, after the trainer's end.
+    """Finishes the save of a trainer that has ended, and keeps its pending object up to date.
 
     Args:
         current: The save.
@@ -275,12 +274,12 @@ def main(channel: Connection) -> None:
         os.nice(settings.nice)
     speaker, current = Speaker(channel), CurrentSave()
     forward_logs(speaker, settings.log_levels)
-    relay(lambda event: speaker.tell("event", event))  # reported by the trainer, not here as well
+    relay(lambda event: speaker.send("event", event))  # reported by the trainer, not here as well
     with as_socket(channel) as end:  # now, while no other thread uses the channel
         watch = threading.Thread(target=_watch, args=(settings, speaker, current), daemon=True)
         watch.start()
         with contextlib.suppress(OSError):  # the trainer has ended
-            speaker.tell("ready", None)
+            speaker.send("ready", None)
         while (job := _next(channel, current)) is not None:
             _carry_out(job, end, speaker, current)
     current.orphan()
@@ -291,11 +290,11 @@ def _next(channel: Connection, current: CurrentSave) -> Job | None:
     """Returns the next job; None if the trainer has closed the channel."""
     while True:
         try:
-            said = channel.recv()
+            message = channel.recv()
         except (EOFError, OSError):
             return None
-        if said != SETTLED:
-            job: Job = said
+        if message != SETTLED:
+            job: Job = message
             return job
         current.set(None)
 
@@ -306,13 +305,13 @@ def _watch(settings: Settings, speaker: Speaker, current: CurrentSave) -> NoRetu
     The channel's end does not show that: children forked from the trainer may hold it open.
     """
     interval = settings.heartbeat_timeout / _BEATS
-    pause, told = min(_LOOK, interval), time.monotonic()
+    pause, last = min(_LOOK, interval), time.monotonic()
     while os.getppid() == settings.trainer and not current.wait_until_orphaned(pause):
         stuck, now = is_stuck(), time.monotonic()
-        if speaker.is_awaited and (stuck != speaker.is_stuck or now - told >= interval):
-            speaker.is_stuck, told = stuck, now
+        if speaker.is_awaited and (stuck != speaker.is_stuck or now - last >= interval):
+            speaker.is_stuck, last = stuck, now
             with contextlib.suppress(OSError):  # the trainer has ended
-                speaker.tell("alive", stuck)
+                speaker.send("alive", stuck)
     speaker.is_heard = False
     current.wait_until_orphaned(_LAST_WORDS, or_sending=True)
     try:
@@ -333,21 +332,23 @@ def _carry_out(job: Job, end: socket.socket, speaker: Speaker, current: CurrentS
                 return  # the trainer has just ended
             take_over(job.variables)
             current.set(Sending(job, stats))
-            objects = sent(job, memory, stats)
-        except BaseException as raised:  # noqa: BLE001 - told to the trainer
+            objects = _sent(job, memory, stats)
+        except BaseException as raised:  # noqa: BLE001 - sent to the trainer
             error = _portable(raised)
             current.set(None)
         else:
             current.set(Sending(job, stats, objects))
     with contextlib.suppress(OSError):  # the trainer has ended
-        speaker.tell("outcome", Outcome(objects, error, stats.snapshot()))
+        speaker.send("outcome", Outcome(objects, error, stats.snapshot()))
     speaker.is_awaited = False  # the trainer would not read a further heartbeat
     if error is not None:
         del error, memory
         gc.collect()  # the error's frames hold on to the memory
 
 
-def sent(job: Job, memory: Sequence[memoryview], stats: TransferStats) -> tuple[WrittenObject, ...]:
+def _sent(
+    job: Job, memory: Sequence[memoryview], stats: TransferStats
+) -> tuple[WrittenObject, ...]:
     """Sends a job's objects from its two parts of memory (arena, annex), and returns them."""
     destination = job.destination
     store = open_store(destination.uri, destination.config)
@@ -435,7 +436,7 @@ class Speaker:
 
     Attributes:
         is_awaited: Whether the trainer is waiting for an outcome, and so reading.
-        is_stuck: Whether the last ``alive`` message of this job said that it makes no progress.
+        is_stuck: Whether the last ``alive`` message of this job reported no progress.
         is_heard: Whether the trainer exists; messages are dropped otherwise.
     """
 
@@ -445,7 +446,7 @@ class Speaker:
         self._channel = channel
         self._lock = threading.Lock()
 
-    def tell(self, kind: str, content: object) -> None:
+    def send(self, kind: str, content: object) -> None:
         """Sends a message to the trainer, with its type and content.
 
         Raises:
@@ -473,7 +474,7 @@ def forward_logs(speaker: Speaker, levels: dict[str, int]) -> None:
                 record.exc_text = logging.Formatter().formatException(record.exc_info)
                 record.exc_info = None
             with contextlib.suppress(Exception):
-                speaker.tell("log", record)
+                speaker.send("log", record)
 
     logging.getLogger().handlers[:] = [Forward()]
     for name, level in levels.items():

@@ -334,7 +334,7 @@ class CloudStorageReader(OurReader):
         except CheckpointCorruptError as error:
             if self._commit is not None:
                 read, uri, retry = self._commit.info, str(self.uri), self.config.retry
-                check_unchanged(self._store(), read, uri, retry, error, told=self._told)
+                check_unchanged(self._store(), read, uri, retry, error, known_save=self._told)
             raise
 
     def set_up_storage_reader(
@@ -448,7 +448,7 @@ class CloudStorageReader(OurReader):
                     self.transferred = stats.snapshot()
                     span.nbytes = self.transferred.nbytes
         finally:
-            stats.tell_verified()
+            stats.emit_verified()
 
     def _store(self) -> ObjectStore:
         return open_store(self.uri, self.config)

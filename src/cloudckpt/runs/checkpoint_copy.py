@@ -203,13 +203,13 @@ def _send(
         if source.root.scheme != "file" and copies_within(source.store, target.store, task.size)
     ]
     infos = {info.key: info for info in _heads(source, within)}
-    left = {task.target: replace(task, found=infos.get(task.source)) for task in tasks}
+    left = {task.target: replace(task, info=infos.get(task.source)) for task in tasks}
     by_store, mismatches, stats = 0, 0, TransferStats(str(target.root))
 
     def arrived(task: CopyTask) -> None:
         nonlocal by_store
         del left[task.target]
-        by_store += task.size if task.found is not None else 0
+        by_store += task.size if task.info is not None else 0
 
     while True:
         try:
@@ -224,12 +224,12 @@ def _send(
             )
             return by_store
         except _NOT_COPIED as error:
-            if all(task.found is None for task in left.values()):
+            if all(task.info is None for task in left.values()):
                 raise
             logger.warning(
                 "the store can't copy by itself, so the bytes pass through this machine: %s", error
             )
-            left = {key: replace(task, found=None) for key, task in left.items()}
+            left = {key: replace(task, info=None) for key, task in left.items()}
         except CheckpointCorruptError as error:
             check_unchanged(
                 source.store, part.commit.info, str(source.root), source.config.retry, error

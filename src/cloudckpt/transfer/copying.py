@@ -46,7 +46,7 @@ class CopyTask:
         size: The size in bytes.
         checksum: The checksum of the content; None if unknown.
         algorithm: The algorithm of the checksum.
-        found: The source object as the store describes it, if the target store copies it by itself;
+        info: The source object as the store describes it, if the target store copies it by itself;
             None to stream it.
     """
 
@@ -55,7 +55,7 @@ class CopyTask:
     size: int
     checksum: int | None
     algorithm: ChecksumAlgorithm
-    found: ObjectInfo | None = None
+    info: ObjectInfo | None = None
 
 
 class MismatchError(CheckpointCorruptError):
@@ -106,7 +106,7 @@ def relay(
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     receiver = Receiver(source, retrier, lambda count: group.cancellation.check())
     sizes = {task: _part_size(task, target.capabilities, config) for task in tasks}
-    most = max((min(sizes[one], one.size) for one in tasks if one.found is None), default=0)
+    most = max((min(sizes[one], one.size) for one in tasks if one.info is None), default=0)
     # two parts at least: the first part of an upload waits for the second
     pool = MemoryPool(max(config.memory_budget, 2 * most), group.cancellation)
     begun: dict[CopyTask, ObjectUpload] = {}
@@ -135,15 +135,15 @@ def relay(
 
     def produce() -> None:
         for task in tasks:
-            if task.found is None:
+            if task.info is None:
                 stream(task)
             else:
-                begin(ObjectCopy, task).start(source, task.found, moved)
+                begin(ObjectCopy, task).start(source, task.info, moved)
 
     try:
         group.run(produce)
     finally:
-        right = {task for task, upload in begun.items() if _is_right(task, upload)}
+        right = {task for task, upload in begun.items() if _is_correct(task, upload)}
         for task, upload in begun.items():
             if task in right:
                 arrived(task)
@@ -155,16 +155,16 @@ def relay(
 
 
 def _part_size(task: CopyTask, limits: Capabilities, config: Config) -> int:
-    wanted = _COPIED_PART if task.found is not None else config.part_size or _SENT_PART
+    wanted = _COPIED_PART if task.info is not None else config.part_size or _SENT_PART
     return choose_part_size(task.size, wanted, limits, connections=config.requests_at_once)
 
 
-def _is_right(task: CopyTask, upload: ObjectUpload) -> bool:
+def _is_correct(task: CopyTask, upload: ObjectUpload) -> bool:
     """Returns whether the copy is complete and, if the store reports checksums, correct."""
-    found, made = task.found, upload.info
-    if found is None or made is None:
+    source, made = task.info, upload.info
+    if source is None or made is None:
         return made is not None  # streams were compared as they were received
-    expected = found.checksum
+    expected = source.checksum
     if task.algorithm == upload.algorithm and task.checksum is not None:
         expected = task.checksum
     is_known = expected is not None and made.checksum is not None
@@ -186,54 +186,54 @@ class ObjectCopy(ObjectUpload):
     source's to verify the copy. ``abandon`` deletes the key, so only this copy may write it.
     """
 
-    def start(self, source: ObjectStore, found: ObjectInfo, moved: Callable[[int], None]) -> None:
+    def start(self, source: ObjectStore, info: ObjectInfo, moved: Callable[[int], None]) -> None:
         """Begins the copy.
 
         Args:
             source: The store of the source.
-            found: The source, at the version to copy.
+            info: The source, at the version to copy.
             moved: Called with the bytes copied since the last call, from any thread.
 
         Raises:
             StoreError: If a multipart upload for it can't be begun.
         """
         limits = self._store.capabilities
-        self.position, self._moved = found.size, moved
+        self.position, self._moved = info.size, moved
         # parts are also used for speed: each is copied as fast as a whole object
-        if not limits.copies_parts or found.size <= min(self._part_size, limits.max_copy_size):
-            self._group.submit(lambda: self._copy(source, found))
+        if not limits.copies_parts or info.size <= min(self._part_size, limits.max_copy_size):
+            self._group.submit(lambda: self._copy(source, info))
             return
-        starts = range(0, found.size, self._part_size)
+        starts = range(0, info.size, self._part_size)
         self._expected = len(starts)
         self._upload = self._create()
         for number, start in enumerate(starts, 1):
-            self._submit_part(source, found, number, start)
+            self._submit_part(source, info, number, start)
 
-    def _submit_part(self, source: ObjectStore, found: ObjectInfo, number: int, start: int) -> None:
+    def _submit_part(self, source: ObjectStore, info: ObjectInfo, number: int, start: int) -> None:
         upload = self._upload
         assert upload is not None
-        stop = min(start + self._part_size, found.size)
+        stop = min(start + self._part_size, info.size)
 
         def copy_part() -> None:
             part = self._retrier.call(
-                lambda: self._store.copy_part(source, found, upload, number, start, stop)
+                lambda: self._store.copy_part(source, info, upload, number, start, stop)
             )
             self._moved(part.size)
             self._took(part)
 
         self._group.submit(copy_part)
 
-    def _copy(self, source: ObjectStore, found: ObjectInfo) -> None:
+    def _copy(self, source: ObjectStore, info: ObjectInfo) -> None:
         attempt = random_suffix()
         self.info = self._retrier.call(
             lambda: self._store.copy(
-                source, found, self.key, attempt=attempt, if_absent=self._create_only
+                source, info, self.key, attempt=attempt, if_absent=self._create_only
             ),
-            made=lambda error: self._look(attempt, found.checksum),
+            made=lambda error: self._look(attempt, info.checksum),
         )
         self._whole = self.info.checksum
         self._stats.add_requests(1)
-        self._moved(found.size)
+        self._moved(info.size)
 
     def _complete(self) -> None:
         super()._complete()
@@ -262,9 +262,9 @@ class _Comparison:
         if self._task.checksum is None:
             return sent
         own = self._task.algorithm
-        found = sent if own == self._sent else own.of(view)
+        checksum = sent if own == self._sent else own.of(view)
         with self._lock:
-            self._parts[start] = found, view.nbytes
+            self._parts[start] = checksum, view.nbytes
             self._left -= view.nbytes
             is_whole = self._left == 0
         if is_whole:

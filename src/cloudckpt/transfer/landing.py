@@ -90,7 +90,7 @@ class TensorSink(Sink):
         *,
         direct: bool = True,
     ) -> None:
-        """Prepares the tensor.
+        """Prepares a sink.
 
         Args:
             target: The tensor.
@@ -265,14 +265,14 @@ class ScatterPlan:
             order += [memory[begin + shift : end], target]
             begin = landed.stop
             shift = end + (begin - end) % ALIGNMENT - begin
-            behind = memory[begin + shift : segment.stop + shift]
-            landed.views = [view for view in (before, target, behind) if view.nbytes]
+            after = memory[begin + shift : segment.stop + shift]
+            landed.views = [view for view in (before, target, after) if view.nbytes]
         order.append(memory[begin + shift : self._end + shift])
         return [view for view in order if view.nbytes]
 
     def damages(self, uri: Callable[[str], str]) -> list[Damage]:
-        """Returns the blocks that do not match their checksums; `uri` tells the URI of a key."""
-        found: list[Damage] = []
+        """Returns the blocks that do not match their checksums; `uri` returns the URI of a key."""
+        damages: list[Damage] = []
         for landed in self._landed:
             source = landed.segment.want.source
             blocks = source.blocks
@@ -283,8 +283,8 @@ class ScatterPlan:
                 start = source.offset + bad * blocks.size
                 stop = min(start + blocks.size, source.offset + source.nbytes)
                 what = "does not match its checksum"
-                found.append(Damage(uri(source.key), source.item, what, start, stop))
-        return found
+                damages.append(Damage(uri(source.key), source.item, what, start, stop))
+        return damages
 
     def deliver(self) -> None:
         """Passes the bytes that were received into scratch memory to their sinks."""

@@ -89,16 +89,16 @@ class PartPlan:
 
         Call it once, when all bytes are there; ``sums`` keeps the checksums of the pieces.
         """
-        found: list[tuple[int, int]] = []
+        sums: list[tuple[int, int]] = []
         for piece in self.pieces:
             if piece.made is not None:
                 piece.made()
             if piece.checksums is None:
-                found.append((algorithm.of(piece.view), piece.view.nbytes))
+                sums.append((algorithm.of(piece.view), piece.view.nbytes))
             else:
-                found.append((piece.checksums.add(piece.start, piece.view), piece.view.nbytes))
-        self.sums = [checksum for checksum, _ in found]
-        return algorithm.combine(found)
+                sums.append((piece.checksums.add(piece.start, piece.view), piece.view.nbytes))
+        self.sums = [checksum for checksum, _ in sums]
+        return algorithm.combine(sums)
 
     def changed(self, algorithm: ChecksumAlgorithm) -> Piece | None:
         """Returns a piece whose bytes changed since their checksum was computed, or None.

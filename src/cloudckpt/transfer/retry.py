@@ -114,9 +114,9 @@ class Retrier:
         """
 
         def seen() -> T:
-            if (found := look()) is None:
+            if (result := look()) is None:
                 raise TransientStoreError("the uploaded bytes are not visible yet")
-            return found
+            return result
 
         # without pauses only the attempts end the looks
         attempts = None if self.policy.cap else self.policy.attempts
@@ -187,7 +187,7 @@ def check_unchanged(
     policy: RetryPolicy,
     error: CloudCheckpointError,
     *,
-    told: str | None = None,
+    known_save: str | None = None,
 ) -> None:
     """Raises an error if a load failed because the checkpoint was replaced meanwhile.
 
@@ -201,8 +201,8 @@ def check_unchanged(
         uri: The checkpoint, for the message.
         policy: The retries of the request to the store.
         error: The failure.
-        told: The id of the save whose metadata another rank has sent, if this rank has not read it
-            itself: its store may be a different one.
+        known_save: The id of the save whose metadata another rank has sent, if this rank has not
+            read it itself: its store may be a different one.
 
     Raises:
         CheckpointReplacedError: If the object has been replaced or deleted since.
@@ -215,7 +215,7 @@ def check_unchanged(
     if version != read.version:
         raise CheckpointReplacedError(
             "the checkpoint was replaced or deleted while it was loaded; load it again",
-            saves=None if told is None else (told, version),
+            saves=None if known_save is None else (known_save, version),
             uri=uri,
             cause=error,
         ) from error

@@ -49,13 +49,13 @@ def digests(segments: Sequence[Segment]) -> torch.Tensor:
     Returns:
         A tensor of 64-bit hashes, int64, one per segment.
     """
-    found = bytearray()
+    hashes = bytearray()
     for segment in segments:
         where = f"{segment.want.source.key}\0{segment.start}\0{segment.stop}\0{segment.grain}"
-        found += hashlib.blake2b(where.encode(), digest_size=8).digest()
-    if not found:
+        hashes += hashlib.blake2b(where.encode(), digest_size=8).digest()
+    if not hashes:
         return _numbers(())
-    return torch.frombuffer(found, dtype=torch.int64)
+    return torch.frombuffer(hashes, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def plan_shares(of_ranks: Sequence[torch.Tensor], rank: int, hosts: Sequence[int
         hosts: The host number of each rank; only ranks on the same host share.
     """
     near = [number for number, host in enumerate(hosts) if host == hosts[rank]]
-    found = [torch.unique(of_ranks[number]) for number in near]
-    rows = torch.cat(found)
-    who = torch.cat([torch.full_like(of, number) for of, number in zip(found, near, strict=True)])
+    own_rows = [torch.unique(of_ranks[number]) for number in near]
+    rows = torch.cat(own_rows)
+    who = torch.cat([torch.full_like(of, n) for of, n in zip(own_rows, near, strict=True)])
     wanted, inverse, count = torch.unique(rows, return_inverse=True, return_counts=True)
     # identifies a set of ranks: the sum of a random number per rank
     drawn = torch.randint(
@@ -205,10 +205,12 @@ def ring_allgather(
         RuntimeError: If the ranks lost each other.
         MemoryError: If there is no memory to begin with; the other ranks do not learn of it.
     """
-    _HandOn(download, ring, requests, budget).run()
+    _Allgather(download, ring, requests, budget).run()
 
 
-class _HandOn:
+class _Allgather:
+    """One rank's part in :func:`ring_allgather`."""
+
     def __init__(
         self,
         download: Download,

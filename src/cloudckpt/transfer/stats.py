@@ -33,16 +33,16 @@ class TransferStats:
         self._retries = 0
         self._verified = 0
         self._verifying = 0.0
-        self._began = self._told = time.monotonic()
+        self._began = self._last_event = time.monotonic()
         self._began_wall = time.time()
 
     def add_bytes(self, count: int) -> None:
         with self._lock:
             self._bytes += count
             now = time.monotonic()
-            if not has_listeners() or now - self._told < _BETWEEN_EVENTS:
+            if not has_listeners() or now - self._last_event < _BETWEEN_EVENTS:
                 return
-            self._told = now
+            self._last_event = now
             moved = self._bytes
         self._emit("progress", seconds=now - self._began, nbytes=moved, total=self._total)
 
@@ -52,7 +52,7 @@ class TransferStats:
             self._verified += count
             self._verifying += seconds
 
-    def tell_verified(self) -> None:
+    def emit_verified(self) -> None:
         """Emits a ``verify`` event for all verification so far."""
         if self._verified:
             self._emit("verify", seconds=self._verifying, nbytes=self._verified)

@@ -80,8 +80,8 @@ class View:
     def folders(self, prefix: str) -> list[str]:
         """Returns the names of the folders directly beneath `prefix`, in order."""
         with self.asking() as store:
-            found = store.list_level(prefix, self.retrier.call)
-            return [one for one in found if isinstance(one, str)]
+            entries = store.list_level(prefix, self.retrier.call)
+            return [entry for entry in entries if isinstance(entry, str)]
 
     def each(self, look: Callable[[S], T], wanted: Iterable[S]) -> list[T]:
         """Returns the results of `look` for each of `wanted`, in the same order.
@@ -89,10 +89,10 @@ class View:
         It calls ``config.requests_at_once`` of them at a time. The first failure is raised and ends
         the view, as Ctrl-C does: requests still running must not be retried for minutes.
         """
-        found: dict[int, T] = {}
+        results: dict[int, T] = {}
 
         def keep(index: int, one: S) -> None:
-            found[index] = look(one)
+            results[index] = look(one)
 
         def stop(threads: Collection[int]) -> None:
             self._cancellation.cancel()
@@ -105,7 +105,7 @@ class View:
                 group.submit(functools.partial(keep, index, one))
 
         group.run(produce)
-        return [found[index] for index in sorted(found)]
+        return [results[index] for index in sorted(results)]
 
     def cancel(self) -> None:
         """Interrupts the requests of all threads, and refuses further ones."""
