@@ -132,19 +132,11 @@ def test_the_quick_start_runs_as_it_stands_on_one_process_and_on_ranks(tmp_path)
         assert (tmp_path / "printed").read_text() == printed
 
 
-RUN = (
-    "background",
-    "conversion",
-    "layers",
-    "looking",
-    "moving",
-    "ranks",
-    "runs",
-    "s3",
-    "safetensors",
-    "saving",
-)
-RUN_ELSEWHERE = ("quickstart", "frameworks")  # above, and in integration/frameworks
+# quickstart is run above, frameworks in integration/frameworks
+RUN = [
+    *("background", "conversion", "layers", "looking", "moving", "ranks", "runs", "s3"),
+    *("safetensors", "saving"),
+]
 
 
 @pytest.mark.parametrize("page", RUN)

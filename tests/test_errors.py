@@ -1,6 +1,5 @@
 """Errors keep all they know on their way from rank to rank."""
 
-import builtins
 import pickle
 import re
 
@@ -65,20 +64,6 @@ def test_an_error_survives_pickling(cls, protocol):
     assert str(back) == str(error)
     assert back.args == error.args
     assert "torn" in str(back)
-
-
-@pytest.mark.parametrize(
-    ("cls", "builtin"),
-    [
-        (getattr(errors, name), getattr(builtins, builtin, None) or getattr(errors, builtin))
-        for name, (_, builtin) in tree().items()
-        if builtin
-    ],
-)
-def test_an_error_is_caught_as_the_builtin_that_people_expect(cls, builtin):
-    with pytest.raises(builtin):
-        raise made(cls)
-    assert isinstance(pickle.loads(pickle.dumps(made(cls))), builtin)
 
 
 def test_the_text_names_uri_item_and_cause():

@@ -19,19 +19,7 @@ NAMES = {
         delete diff errors events exists format_utils hf inspect install integrations latest
         list_checkpoints load per_rank save sweep uninstall verify watch
     """,
-    "cloudckpt.errors": """
-        AccessDeniedError AsyncSaveError BucketNotFoundError CheckpointConflictError
-        CheckpointCorruptError CheckpointError CheckpointExistsError CheckpointNotFoundError
-        CheckpointReplacedError ClockError ClosedError CloudCheckpointError CommitUnknownError
-        ConfigError ConnectionLostError CredentialsError Damage DifferentCheckpointsError
-        ExpiredCredentialsError IncompleteSaveError InstallError InvalidRequestError InvalidURIError
-        KeyCollisionError MissingDependencyError MissingKeyError ObjectNotFoundError
-        ObjectTooLargeError PreconditionFailedError ProcessGroupError RangeNotSatisfiableError
-        RanksFailedError SaveInProgressError SaveProcessError ServerError ShapeMismatchError
-        StagingError StagingMemoryError StorageFullError StoreError TLSError TensorChangedError
-        ThrottledError TransferCancelledError TransientStoreError UnsupportedTensorError
-        UnsupportedValueError UntrustedPickleError WrongRegionError
-    """,
+    "cloudckpt.errors": " ".join(errors.__all__),  # the tree in its docstring has them
     "cloudckpt.checkpointer": """
         AsyncCheckpointer Checkpointer CheckpointerConfig CommitHook SaveFuture Stager
         SyncCheckpointer close_async_savers make_async_checkpointer make_sync_checkpointer

@@ -24,14 +24,7 @@ ARN = "arn:aws:s3:eu-west-1:123456789012:accesspoint"
 GOV = ARN.replace("aws", "aws-us-gov", 1)
 ALIAS = "point-abcdefghijklmnopqrstuvwxyz-s3alias"
 HOST = "acc.blob.core.windows.net"
-REPOSITORIES = (
-    "me/model",
-    "buckets",
-    "buckets/me",
-    "buckets/me/",
-    "datasets/a/b",
-    "buckets/a/.x/b",
-)
+REPOSITORIES = ("me/model", "buckets", "buckets/me", "datasets/a/b", "buckets/a/.x/b")
 PLAIN_BUCKETS = ("x-s3", "my.mrap.bucket", "table-s3", "a--x-s3b", "fast--usw2-az1--x-s3")
 
 
@@ -168,20 +161,30 @@ def test_what_is_no_general_purpose_bucket_of_s3_is_refused(place, rest):
         ("s3://bucket/run?versionId=7", "a query or a fragment"),
         ("s3://bucket/run\n", "control character"),
         ("s3://bucket/\x00", "control character"),
-        ("s3://key:secret@bucket/run", "contains credentials"),
+        ("s3://KEY:SECRET@bucket/run", "contains credentials"),
+        ("s3://KEY:SECRET@bucket/\x07", "control character"),
+        ("s3://arn:SECRET@bucket/run", "contains credentials"),
+        ("s3://bucket/run?X-Amz-Signature=SECRET", "a query or a fragment"),
+        ("s3:/KEY:SECRET@bucket/run", "s3://"),
+        ("/folder/s3:/key:SECRET@bucket/run", "s3://"),
+        ("s4://KEY:SECRET@bucket/run", "unknown scheme 's4'"),
+        ("r2://KEY:SECRET@bucket/run?token=SECRET", "write s3://bucket/path"),
+        ("hdfs://KEY:SECRET@node/run?x=SECRET", "mount it"),
+        ("file://KEY:SECRET@host/run", "file:///absolute/path"),
+        ("https://acc:SECRET@acc.blob.core.windows.net/c/run", "not a location in Azure"),
+        ("abfss://c@acc.dfs.core.windows.net/run?sig=SECRET", "AZURE_STORAGE_SAS_TOKEN"),
         ("http://bucket/run", "unknown scheme 'http'"),
         ("gcs://bucket/run", "write gs://bucket/path"),
         (Path("minio://bucket/run"), "write s3://bucket/path"),
         ("s3a://bucket/run", "write s3://bucket/path"),
         ("azure://container/run", "write az://container/path"),
         ("wasb://container/run", "write abfss://container@account.dfs.core.windows.net/path"),
-        ("wasbs://c@acc.blob.core.windows.net/run?sig=x", "run?***"),
+        ("wasbs://c:SECRET@acc.blob.core.windows.net/run?sig=SECRET", "***"),
         ("wasbs://c@acc/run", "write abfss://container@account.dfs.core.windows.net/path"),
         ("oss://bucket/run", "write s3://bucket/path"),
         ("hdfs://node:9000/run", "mount it"),
         ("dbfs:/run", "/dbfs/path"),
         ("local:///data/run", "write file:///path"),
-        ("s4://bucket/run", "unknown scheme 's4'"),
         ("https:/acc.blob.core.windows.net/c/run", '"https://acc.blob'),
         ("https://example.com/c/run", "endpoint_url"),
         ("https://minio.example.com:9000/bucket/run", "s3://bucket/path"),
@@ -197,7 +200,7 @@ def test_what_is_no_general_purpose_bucket_of_s3_is_refused(place, rest):
         ("s3://bucket/a\ud83db", "half of a surrogate pair"),
         ("/data/a\ud83db", "half of a surrogate pair"),
         ("file:///data/a%00b", "control character"),
-        ("https://acc.blob.core.windows.net/c/run?sv=1&sig=x", "AZURE_STORAGE_SAS_TOKEN"),
+        ("https://acc.blob.core.windows.net/c/run?sv=1&sig=SECRET", "AZURE_STORAGE_SAS_TOKEN"),
         ("https://acc.blob.core.windows.net/c/run?comp=list", "a query or a fragment"),
         ("abfss://c@acc/run", "abfss://container@account.dfs.core.windows.net/path"),
         ("abfss://@acc.dfs.core.windows.net/run", "names no bucket"),
@@ -219,39 +222,14 @@ def test_what_is_no_general_purpose_bucket_of_s3_is_refused(place, rest):
         (b"s3://bucket/run", "not bytes"),
     ],
 )
-def test_what_is_no_location_is_refused_with_a_hint(text, hint):
+def test_what_is_no_location_is_refused_with_a_hint_and_shows_no_secret(text, hint):
     with pytest.raises(InvalidURIError) as caught:
         CheckpointURI.parse(text)
     assert hint in str(caught.value)
-    str(caught.value).encode()  # it can be printed
-    assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "s3://KEY:SECRET@bucket/run",
-        "s4://KEY:SECRET@bucket/run",
-        "gcs:/KEY:SECRET@bucket/run",
-        "r2://KEY:SECRET@bucket/run?token=SECRET",
-        "wasbs://c:SECRET@acc.blob.core.windows.net/run",
-        "hdfs://KEY:SECRET@node/run?x=SECRET",
-        "s3://arn:SECRET@bucket/run",
-        "s3://bucket/run?X-Amz-Signature=SECRET",
-        "s3:/KEY:SECRET@bucket/run",
-        "file://KEY:SECRET@host/run",
-        "s3://KEY:SECRET@bucket/\x07",
-        "https://acc:SECRET@acc.blob.core.windows.net/c/run",
-        "https://acc.blob.core.windows.net/c/run?sv=1&sig=SECRET",
-        "abfss://c@acc.dfs.core.windows.net/run?sig=SECRET",
-        "/folder/s3:/key:SECRET@bucket/run",
-    ],
-)
-def test_no_secret_is_in_a_message(text):
-    with pytest.raises(InvalidURIError) as caught:
-        CheckpointURI.parse(text)
     assert "SECRET" not in str(caught.value)
     assert caught.value.__cause__ is None
+    str(caught.value).encode()  # it can be printed
+    assert isinstance(caught.value, ValueError)
 
 
 @given(

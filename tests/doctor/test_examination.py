@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -309,23 +308,6 @@ def test_no_key_or_signature_of_azure_is_shown(monkeypatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_KEY", f"{SECRET}=")
     keyed = examined("az://container/run", config)
     assert "CANARY" not in repr(found) + repr(keyed)
-
-
-def test_a_file_of_google_that_can_not_be_used_is_named_without_what_it_holds(
-    tmp_path, monkeypatch
-) -> None:
-    key = {
-        "type": "service_account",
-        "client_email": "a@b.c",
-        "token_uri": "x",
-        "private_key": SECRET,
-    }
-    (tmp_path / "key.json").write_text(json.dumps(key))
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
-    config = Config(gcs=GCSOptions(endpoint_url=f"https://127.0.0.1:{free_port()}"))
-    found = examined("gs://bucket/run", config)
-    assert outcomes(found, "failed") == ["credentials"]
-    assert "CANARY" not in repr(found)
 
 
 def test_a_proxy_on_the_way_is_told(end, bucket, monkeypatch) -> None:

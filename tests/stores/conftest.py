@@ -1,6 +1,7 @@
 """An HTTP server that answers as the test tells it, for what moto does not do."""
 
 import contextlib
+import functools
 import http.server
 import json
 import os
@@ -17,6 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cloudckpt import AzureOptions, Config, GCSOptions, S3Options
 from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.gcs.store import GCSStore
+from cloudckpt.stores.http import native_tls
+from cloudckpt.stores.http.client import HttpClient
+from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.uri import CheckpointURI
 from support.authority import Authority
@@ -267,15 +271,34 @@ def tls_context(authority):
 
 
 @pytest.fixture
-def tls_stub(stub_server, tls_context):
+def tls_server(stub_server, tls_context):
     with stub_server(tls_context) as server:
         yield server
 
 
+@functools.cache
+def out_of_reach():
+    raise native_tls._UnfitError("out of reach")
+
+
 @pytest.fixture
-def tls_server(tls_stub):
-    tls_stub.reset_script()
-    return tls_stub
+def tls_of(tls_context, monkeypatch):
+    """The server's side of a wire: ``plain``, ``tls``, or ``python's tls``, read by records."""
+
+    def context(wire):
+        if wire == "python's tls":
+            monkeypatch.setattr(native_tls, "_openssl", out_of_reach)
+        return None if wire == "plain" else tls_context
+
+    return context
+
+
+@pytest.fixture
+def open_client(opened, authority):
+    """Opens clients, which trust the servers here."""
+    limits = {"connect_timeout": 10.0, "read_timeout": 30.0, "stall_timeout": 30.0}
+    usual = {"connections": 4, "ca_bundle": authority.bundle, **limits}
+    return lambda **changes: opened(HttpClient(HttpOptions(**{**usual, **changes})))
 
 
 # stores, which are closed at the end of the test

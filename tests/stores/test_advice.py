@@ -1,8 +1,6 @@
 """What errors advise where the cause is on this side: proxies, roles, metadata services, names."""
 
 import logging
-import socket
-import threading
 
 import pytest
 
@@ -22,41 +20,19 @@ from support.dialects import error_xml
 PATIENT = RetryPolicy(base=0.01, cap=0.05, deadline=20.0)
 
 
-@pytest.fixture
-def proxied(monkeypatch):
-    """Names a proxy that answers all with this line; counts how often."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    asked = []
-
-    def start(line):
-        def serve():
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    asked.append(connection.recv(65536))
-                    connection.sendall(f"HTTP/1.1 {line}\r\nContent-Length: 0\r\n\r\n".encode())
-
-        threading.Thread(target=serve, daemon=True).start()
-        port = listener.getsockname()[1]
-        monkeypatch.setenv("HTTPS_PROXY", f"http://user:of-the-proxy@127.0.0.1:{port}")
-        return asked
-
-    yield start
-    listener.close()
-
-
-@pytest.mark.parametrize("status", ["403 Forbidden", "407 Proxy Authentication Required"])
-def test_a_proxy_that_refuses_to_connect_ends_it_at_once_and_is_named(proxied, open_s3, status):
-    asked = proxied(status)
+@pytest.mark.parametrize("status", [403, 407])
+def test_a_proxy_that_refuses_to_connect_ends_it_at_once_and_is_named(
+    server, open_s3, monkeypatch, status
+):
+    proxy = server.url.replace("://", "://user:of-the-proxy@")
+    monkeypatch.setenv("HTTPS_PROXY", proxy)
+    server.respond(lambda request: server.Answer(status))
     store = open_s3(endpoint_url="https://store.example")
     with pytest.raises(InvalidRequestError, match="HTTPS_PROXY") as caught:
         Retrier(PATIENT).call(lambda: store.get("run/object"))
     assert caught.value.certain
     assert "of-the-proxy" not in str(caught.value)
-    assert len(asked) == 1
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("root", ["s3", "gs"])

@@ -9,7 +9,6 @@ import pytest
 from cloudckpt.config import MIB
 from cloudckpt.errors import ThrottledError
 from cloudckpt.stores import rest
-from cloudckpt.stores.http import native_tls
 from support.dialects import DIALECTS
 
 BODY = bytes(range(256)) * (4 * MIB // 256)
@@ -95,16 +94,10 @@ def way(request):
     return getattr(request, "param", WAYS[0])
 
 
-def unfit():
-    raise native_tls._UnfitError("out of reach")
-
-
 @pytest.fixture
-def served(way, tls_context, authority, monkeypatch):
+def served(way, tls_of, authority, monkeypatch):
     monkeypatch.setenv("AWS_CA_BUNDLE", authority.bundle)
-    if way[1] == "python's tls":
-        monkeypatch.setattr(native_tls, "_openssl", unfit)
-    with Server(None if way[1] == "plain" else tls_context) as server:
+    with Server(tls_of(way[1])) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         yield server

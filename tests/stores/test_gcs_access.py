@@ -1,10 +1,7 @@
 """Google's store: endpoints, credentials, and the renewal of tokens."""
 
-import copy
 import datetime
-import itertools
 import json
-import threading
 
 import google.auth.credentials
 import google.auth.exceptions
@@ -40,39 +37,22 @@ def secure(tls_server, authority, monkeypatch):
 
 
 class FakeCredentials(google.auth.credentials.Credentials):
-    """Tokens ``token-1``, ``token-2``…; each refresh takes the next step of a script."""
+    """Tokens ``token-1``, ``token-2``…; each refresh raises the next failure of a script."""
 
     def __init__(self, *script):
         super().__init__()
-        self.script, self.refreshed = list(script), []
-        self.is_refreshed = threading.Event()  # a second time
-
-    @property
-    def refreshes(self):
-        return len(self.refreshed)
+        self.script, self.refreshes = list(script), 0
 
     def refresh(self, request):
-        self.refreshed.append(request)
-        step = self.script.pop(0) if self.script else None
-        if isinstance(step, Exception):
-            raise step
-        self.token = self.named()
-        self.expires_in(3600.0 if step is None else step)
-        if self.refreshes > 1:
-            self.is_refreshed.set()
-
-    def named(self):
-        return f"token-{self.refreshes}"
+        self.refreshes += 1
+        if self.script:
+            raise self.script.pop(0)
+        self.token = f"token-{self.refreshes}"
+        self.expires_in(3600.0)
 
     def expires_in(self, seconds):
         now = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
         self.expiry = now + datetime.timedelta(seconds=seconds)
-
-    def found_again(self):
-        """The same account, as another look finds it: without a token."""
-        other = copy.copy(self)
-        other.token = other.expiry = None
-        return other
 
 
 @pytest.fixture
@@ -91,8 +71,7 @@ def open_with(open_gcs, monkeypatch):
     """Opens a store whose application default credentials are given."""
 
     def open_one(credentials, **options):
-        found = itertools.chain([credentials], iter(credentials.found_again, None))
-        monkeypatch.setattr("google.auth.default", lambda: (next(found), "project"))
+        monkeypatch.setattr("google.auth.default", lambda: (credentials, "project"))
         return open_gcs(**options)
 
     return open_one
@@ -124,36 +103,12 @@ def test_a_valid_token_is_used_while_it_can_not_be_refreshed(
     assert sent() == "Bearer token-3"
 
 
-def test_a_first_token_that_is_refused_is_final_and_a_refresh_is_tried_again(open_with, secure):
-    credentials = FakeCredentials(REFUSED)
-    store = open_with(credentials)
-    with pytest.raises(CredentialsError, match="invalid_grant") as caught:
-        store.head("run/object")
-    assert caught.value.uri == "gs://bucket"
-    assert caught.value.certain
-    call(store, secure, "head")
-    credentials = store._credentials.current._credentials
-    credentials.expires_in(-1)
-    credentials.script = [REFUSED]
-    with pytest.raises(
-        ConnectionLostError, match=r"can't be refreshed at the moment.*invalid_grant"
-    ):
-        store.head("run/object")
-    call(store, secure, "head")
-
-
 # where credentials are found
-
-
-def token_answer(server, token="the-token"):
-    fields = {"access_token": token, "expires_in": 3600, "token_type": "Bearer"}
-    return server.Answer(body=json.dumps(fields).encode())
 
 
 @pytest.fixture
 def token_server(stub_server):
     with stub_server() as server:
-        server.respond(lambda request: token_answer(server))
         yield server
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import stat
 from pathlib import Path
@@ -124,26 +125,17 @@ def test_a_file_that_may_not_stay_is_not_called_missing(store, tmp_path, monkeyp
     assert key.read_bytes() == b"data"
 
 
-def test_a_link_that_was_made_though_it_is_called_taken_is_recognized(store, tmp_path, monkeypatch):
-    """NFS: the answer to the first request was lost, and the second one finds the link."""
-    link = os.link
-
-    def link_twice(*arguments, **options):
-        link(*arguments, **options)
-        link(*arguments, **options)
-
-    monkeypatch.setattr(os, "link", link_twice)
-    put(store, tmp_path / "object", b"data", if_absent=True)
-    assert (tmp_path / "object").read_bytes() == b"data"
-    assert files_below(tmp_path) == ["object"]
-
-
-@pytest.mark.parametrize("step", ["link", "replace"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOENT])
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [
+        *itertools.product(["link", "replace"], [errno.EIO, errno.ESTALE, errno.ENOENT]),
+        ("link", errno.EEXIST),
+    ],
+)
 def test_a_step_that_was_taken_though_it_failed_is_recognized(
     store, tmp_path, monkeypatch, step, number
 ):
-    """NFS: the answer to the first rename was lost, and nothing is left for the second one."""
+    """NFS: the answer to the first try was lost, and the second one finds what it has made."""
     take, key = getattr(os, step), tmp_path / "object"
 
     def fail(*arguments, **options):

@@ -5,7 +5,6 @@ The peer speaks TLS as a test tells it to, down to the single record.
 
 import contextlib
 import ctypes
-import functools
 import gc
 import logging
 import mmap
@@ -24,10 +23,9 @@ import pytest
 from cloudckpt.errors import ConnectionLostError, TLSError
 from cloudckpt.stores.http import bodies
 from cloudckpt.stores.http import native_tls as long_reads
-from cloudckpt.stores.http.client import HttpClient
-from cloudckpt.stores.http.options import HttpOptions
 from support.authority import Authority
 from support.forwarding import forward_proxy
+from support.reading import get, lost
 
 MIB = 1024 * 1024
 STEP = MIB
@@ -133,65 +131,39 @@ class Conversation:
         self.raw.sendall(self._out.read())
 
 
-def options(authority, **changes):
-    values = {
-        "connections": 4,
-        "connect_timeout": 10.0,
-        "read_timeout": 30.0,
-        "stall_timeout": 30.0,
-        "ca_bundle": authority.bundle,
-        **changes,
-    }
-    return HttpOptions(**values)
-
-
 @pytest.fixture(autouse=True)
-def way(native, monkeypatch):
+def way(native, tls_of):
     """Keeps OpenSSL out of reach if reads are to go record by record."""
-
-    @functools.cache
-    def unfit():
-        raise long_reads._UnfitError("out of reach")
-
-    if not native:
-        monkeypatch.setattr(long_reads, "_openssl", unfit)
+    tls_of("tls" if native else "python's tls")
 
 
 @pytest.fixture
-def talk(authority):
-    """Starts a peer and a client for it, and checks that reads took the way that is tested."""
+def talk(authority, open_client):
+    """Starts a peer, and a client for it."""
     with contextlib.ExitStack() as stack:
 
         def start(script, context=None, **changes):
             peer = Peer(context or authority.server(), script)
             stack.callback(peer.close)
-            client = HttpClient(options(authority, **changes))
+            client = open_client(**changes)
             stack.callback(client.close)
             return peer, client
 
         yield start
 
 
-def get(client, url, size, views=None, progress=None):
-    memory = bytearray(size)
-    whole = memoryview(memory)
-    with client.send("GET", url, {}) as reply:
-        reply.read_into([whole] if views is None else views(whole), progress)
-    return bytes(memory)
-
-
-def answering(body, size=None):
+def answering(body):
     """A script: keep-alive, each request gets ``body``."""
 
     def script(peer):
         while peer.request() is not None:
-            peer.promise(len(body) if size is None else size)
+            peer.promise(len(body))
             peer.send(body)
 
     return script
 
 
-def beginning(sent, then=lambda peer: None):
+def beginning(sent, then):
     """A script: one request gets the beginning of ``BODY``, and what follows."""
 
     def script(peer):
@@ -201,17 +173,6 @@ def beginning(sent, then=lambda peer: None):
         then(peer)
 
     return script
-
-
-def lost(client, url, size):
-    """What had come of a body before its connection broke, and the error."""
-    memory = bytearray(size)
-    with (
-        client.send("GET", url, {}) as reply,
-        pytest.raises(ConnectionLostError) as caught,
-    ):
-        reply.read_into([memoryview(memory)])
-    return bytes(memory[: caught.value.received]), caught.value
 
 
 def read_whole(reply):
@@ -336,33 +297,16 @@ def test_what_comes_beyond_the_promise_is_not_taken_for_the_next_answer(talk, na
 # what ends
 
 
-@pytest.mark.parametrize("end", ["goodbye", "no goodbye", "reset"])
-@pytest.mark.parametrize("sent", [0, 1, 70_000, STEP, 2 * STEP + 70_001])
-def test_a_body_that_ends_early_tells_how_much_came(talk, native, end, sent):
-    def hang_up(peer):
-        if end == "goodbye":
-            peer.say_goodbye()
-        if end == "reset":
-            linger = b"\1\0\0\0\0\0\0\0"
-            peer.raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-
-    peer, client = talk(beginning(sent, hang_up))
-    if end == "reset":  # which may overtake what was sent
-        with contextlib.suppress(ConnectionLostError):
-            data, _ = lost(client, peer.url, len(BODY))
-            assert BODY.startswith(data)
-    else:
-        data, _ = lost(client, peer.url, len(BODY))
-        assert data == BODY[:sent]
+NO_DATA = {
+    "goodbye": lambda peer: peer.say_goodbye(),
+    "record cut short": lambda peer: peer.raw.sendall(peer.sealed(BODY[MIB : MIB + 16_384])[:-1]),
+}
 
 
-def test_a_record_cut_short_is_no_data(talk, native):
-    def cut(peer):
-        peer.raw.sendall(peer.sealed(BODY[MIB : MIB + 16_384])[:-1])
-
-    peer, client = talk(beginning(MIB, cut))
-    data, _ = lost(client, peer.url, len(BODY))
-    assert data == BODY[:MIB]
+@pytest.mark.parametrize("end", NO_DATA)
+def test_what_ends_a_body_early_is_no_data(talk, native, end):
+    peer, client = talk(beginning(MIB, NO_DATA[end]))
+    assert lost(client, peer.url, len(BODY))[1] == BODY[:MIB]
 
 
 def test_a_record_that_was_changed_on_its_way_is_named_and_is_no_data(talk, native):
@@ -373,7 +317,7 @@ def test_a_record_that_was_changed_on_its_way_is_named_and_is_no_data(talk, nati
         peer.over.wait(20)
 
     peer, client = talk(beginning(MIB, change))
-    data, error = lost(client, peer.url, len(BODY))
+    error, data = lost(client, peer.url, len(BODY))
     assert BODY[:MIB].startswith(data)
     # OpenSSL 3.0 and 3.6
     assert "BAD_RECORD_MAC" in str(error) or "RECORD_LAYER_FAILURE" in str(error)
@@ -402,45 +346,14 @@ def test_a_failure_of_tls_does_not_follow_its_thread_to_the_next_connection(talk
     assert get(client, peer.url, len(BODY)) == BODY
 
 
-@pytest.mark.parametrize("sent", [0, 100_000, STEP + 1])
-def test_a_body_that_stalls_is_given_up(talk, native, sent):
-    script = beginning(sent, lambda peer: peer.over.wait(60))
-    peer, client = talk(script, stall_timeout=0.5)
-    data, error = lost(client, peer.url, len(BODY))
-    assert "stalled" in f"{error}{error.__cause__}"
-    assert BODY.startswith(data)
-    peer.over.set()
-
-
-@pytest.fixture
-def stuck(talk):
-    """A peer that has sent some of a body, and its client; and the event that it has."""
-    sent = threading.Event()
+def test_a_socket_that_another_thread_closes_under_a_read_ends_it(talk, native):
+    sent, begun, replies, outcome = threading.Event(), threading.Event(), [], []
 
     def wait(peer):
         sent.set()
         peer.over.wait(60)
 
     peer, client = talk(beginning(MIB, wait), stall_timeout=3600.0)
-    yield peer, client, sent
-    peer.over.set()
-
-
-def test_another_thread_can_break_a_read_off(stuck, native):
-    outcome, (peer, client, sent) = [], stuck
-    thread = threading.Thread(target=lambda: outcome.append(lost(client, peer.url, len(BODY))))
-    thread.start()
-    assert sent.wait(20)
-    while thread.is_alive():
-        client.interrupt([thread.ident])
-        thread.join(0.02)
-    [(data, _)] = outcome
-    assert BODY.startswith(data)
-
-
-def test_a_socket_that_another_thread_closes_under_a_read_ends_it(stuck, native):
-    outcome, (peer, client, sent) = [], stuck
-    begun, replies = threading.Event(), []
 
     def read():
         with client.send("GET", peer.url, {}) as reply:
@@ -460,6 +373,7 @@ def test_a_socket_that_another_thread_closes_under_a_read_ends_it(stuck, native)
     sock._real_close()
     gc.collect()
     thread.join(20)
+    peer.over.set()
     assert len(outcome) == 1
 
 

@@ -15,7 +15,6 @@ from cloudckpt.errors import (
     RangeNotSatisfiableError,
     ServerError,
     StorageFullError,
-    StoreError,
     ThrottledError,
     TLSError,
     TransientStoreError,
@@ -183,86 +182,68 @@ HTML = b"<html><head><title>Access Denied</title></head><body><h1>Denied</h1></b
 
 
 S3, GCS, AZURE = s3_errors.from_answer, gcs_errors.from_answer, azure_errors.from_answer
+READERS = {
+    in_xml: S3,
+    in_google_xml: GCS,
+    in_json: GCS,
+    in_azure_xml: AZURE,
+    in_a_header: AZURE,
+}
+CERTAIN = {
+    in_xml: (
+        "412 PreconditionFailed, 403 AccessDenied, 404 NoSuchBucket, 400 BadDigest, "
+        "409 ConditionalRequestConflict, 400 KMS.DisabledException, 301 PermanentRedirect, "
+        "503 SlowDown, 503 ServiceUnavailable, 429 TooManyRequests, 507 XMinioStorageFull, "
+        "501 NotImplemented"
+    ),
+    in_json: "412 conditionNotMet, 403 forbidden, 429 rateLimitExceeded, 503 backendError",
+    in_google_xml: "412 PreconditionFailed, 503 ServiceUnavailable",
+    in_azure_xml: "409 BlobAlreadyExists",
+    in_a_header: "412 ConditionNotMet, 403 AuthorizationFailure, 503 ServerBusy, 409 SomethingNew",
+}
+UNCERTAIN = {
+    in_xml: (
+        "500 InternalError, 400 RequestTimeout, 400 RequestTimeoutException, 503 SomethingNew, "
+        "403 403, 403"
+    ),
+    in_json: "500 backendError, 408 requestTimeout",
+    in_a_header: "500 OperationTimedOut, 503 OperationTimedOut, 500 InternalError, 409 409",
+}
+FAILED = b'{"error": {"code": 412, "message": "text", "status": "FAILED_PRECONDITION"}}'
+ODD_ANSWERS = [
+    (GCS, 412, {}, FAILED, True),
+    (AZURE, 403, {"x-ms-error-code": "AuthorizationFailure"}, HTML, True),
+    (S3, 503, {}, b"upstream connect error or disconnect/reset before headers", False),
+    *((S3, status, {}, HTML, False) for status in (502, 403, 412)),
+    *((S3, status, {}, b"", False) for status in (503, 412)),
+    (S3, 503, {}, xml_of("fault", Code="SlowDown"), False),
+    (S3, 503, {}, error_xml("SlowDown")[:-4], False),
+    (S3, 503, {"x-ms-error-code": "ServerBusy"}, b"", False),
+    (S3, 429, {}, error_json(429, "rateLimitExceeded"), False),
+    (GCS, 503, {}, b'{"code": 503, "message": "no healthy upstream"}', False),
+    (GCS, 503, {}, b'{"error": "rateLimitExceeded"}', False),
+    (GCS, 429, {}, b"rateLimitExceeded", False),
+    (GCS, 503, {}, HTML, False),
+    (GCS, 412, {}, b"Precondition Failed", False),
+    (AZURE, 503, {}, HTML, False),
+    (AZURE, 412, {}, b"", False),
+]
+WORDED = [
+    (READERS[said], status, *said(status, code), certain)
+    for certain, table in ((True, CERTAIN), (False, UNCERTAIN))
+    for said, codes in table.items()
+    for status, code, _ in answers_of({None: codes})
+]
 
 
-@pytest.mark.parametrize(
-    ("read", "status", "headers", "body"),
-    [
-        (S3, 412, {}, error_xml("PreconditionFailed")),
-        (S3, 403, {}, error_xml("AccessDenied")),
-        (S3, 404, {}, error_xml("NoSuchBucket")),
-        (S3, 409, {}, error_xml("ConditionalRequestConflict")),
-        (S3, 400, {}, error_xml("BadDigest")),
-        (S3, 400, {}, error_xml("KMS.DisabledException")),
-        (S3, 301, {}, error_xml("PermanentRedirect")),
-        (S3, 503, {}, error_xml("SlowDown")),
-        (S3, 503, {}, error_xml("ServiceUnavailable")),
-        (S3, 429, {}, error_xml("TooManyRequests")),
-        (S3, 507, {}, error_xml("XMinioStorageFull")),
-        (S3, 501, {}, error_xml("NotImplemented")),
-        (GCS, 412, {}, error_json(412, "conditionNotMet")),
-        (GCS, 403, {}, error_json(403, "forbidden")),
-        (GCS, 429, {}, error_json(429, "rateLimitExceeded")),
-        (GCS, 503, {}, error_json(503, "backendError")),
-        (GCS, 412, {}, error_xml("PreconditionFailed")),
-        (GCS, 503, {}, error_xml("ServiceUnavailable")),
-        (
-            GCS,
-            412,
-            {},
-            b'{"error": {"code": 412, "message": "text", "status": "FAILED_PRECONDITION"}}',
-        ),
-        (AZURE, 412, {"x-ms-error-code": "ConditionNotMet"}, b""),
-        (AZURE, 409, {}, error_xml("BlobAlreadyExists")),
-        (AZURE, 403, {"x-ms-error-code": "AuthorizationFailure"}, HTML),
-        (AZURE, 503, {"x-ms-error-code": "ServerBusy"}, b""),
-        (AZURE, 409, {"x-ms-error-code": "SomethingNew"}, b""),
-    ],
-)
-def test_a_refusal_in_the_words_of_the_vendor_is_certain(read, status, headers, body):
+@pytest.mark.parametrize(("read", "status", "headers", "body", "certain"), [*WORDED, *ODD_ANSWERS])
+def test_a_refusal_in_the_vendors_words_is_certain_and_a_gateways_is_not(
+    read, status, headers, body, certain
+):
+    """Nor what has begun, and may end well."""
     error = read(status, headers, body, "PUT", "x://bucket/key")
-    assert error.certain
-    assert pickle.loads(pickle.dumps(error)).certain
-
-
-@pytest.mark.parametrize(
-    ("read", "status", "headers", "body"),
-    [
-        (S3, 500, {}, error_xml("InternalError")),
-        (S3, 400, {}, error_xml("RequestTimeout")),
-        (S3, 400, {}, error_xml("RequestTimeoutException")),
-        (S3, 503, {}, error_xml("SomethingNew")),
-        (S3, 503, {}, b"upstream connect error or disconnect/reset before headers"),
-        (S3, 503, {}, b""),
-        (S3, 502, {}, HTML),
-        (S3, 403, {}, HTML),
-        (S3, 412, {}, HTML),
-        (S3, 412, {}, b""),
-        (S3, 503, {}, xml_of("fault", Code="SlowDown")),
-        (S3, 403, {}, error_xml("403")),
-        (S3, 403, {}, error_xml("")),
-        (S3, 503, {}, error_xml("SlowDown")[:-4]),
-        (S3, 503, {"x-ms-error-code": "ServerBusy"}, b""),
-        (S3, 429, {}, error_json(429, "rateLimitExceeded")),
-        (GCS, 500, {}, error_json(500, "backendError")),
-        (GCS, 408, {}, error_json(408, "requestTimeout")),
-        (GCS, 503, {}, b'{"code": 503, "message": "no healthy upstream"}'),
-        (GCS, 503, {}, b'{"error": "rateLimitExceeded"}'),
-        (GCS, 429, {}, b"rateLimitExceeded"),
-        (GCS, 503, {}, HTML),
-        (GCS, 412, {}, b"Precondition Failed"),
-        (AZURE, 500, {"x-ms-error-code": "OperationTimedOut"}, b""),
-        (AZURE, 503, {"x-ms-error-code": "OperationTimedOut"}, b""),
-        (AZURE, 500, {"x-ms-error-code": "InternalError"}, b""),
-        (AZURE, 503, {}, HTML),
-        (AZURE, 412, {}, b""),
-        (AZURE, 409, {"x-ms-error-code": "409"}, b""),
-    ],
-)
-def test_what_a_gateway_may_have_said_or_has_begun_is_not_certain(read, status, headers, body):
-    error = read(status, headers, body, "PUT", "x://bucket/key")
-    assert not error.certain
-    assert not pickle.loads(pickle.dumps(error)).certain
+    assert error.certain is certain
+    assert pickle.loads(pickle.dumps(error)).certain is certain
 
 
 @pytest.mark.parametrize("read", [S3, GCS, AZURE])
@@ -278,10 +259,6 @@ def test_a_proxy_that_asks_for_a_password_is_named(read):
     error = read(407, {}, HTML, "PUT", "s3://bucket/key")
     assert not isinstance(error, TransientStoreError)
     assert "a proxy requires a user" in str(error)
-
-
-def test_an_error_is_not_certain_unless_it_says_so():
-    assert not StoreError("text").certain
 
 
 def test_what_could_not_be_signed_is_certain(open_s3, server, monkeypatch):

@@ -1,10 +1,10 @@
 """Which store serves a URI."""
 
-import dataclasses
 import os
 import sys
 import threading
 import traceback
+import uuid
 
 import pytest
 import torch
@@ -91,77 +91,52 @@ def test_a_forked_child_opens_its_own_store():
     assert open_store(MEMORY, Config()) is parents
 
 
-class Slow:
-    """A way to credentials that takes as long as the test wants, as that over a network may."""
-
-    def __init__(self, path):
-        self.begun, self.go_on = path / "begun", path / "go on"
-        script = path / "process.py"
-        script.write_text(
-            "import json, os, pathlib, sys, time\n"
-            f"pathlib.Path({str(self.begun)!r}).touch()\n"
-            f"while not os.path.exists({str(self.go_on)!r}):\n"
-            "    time.sleep(0.02)\n"
-            "key = {'AccessKeyId': 'testing', 'SecretAccessKey': 'testing'}\n"
-            "print(json.dumps({'Version': 1, **key}))\n"
-        )
-        self.config = path / "config"
-        self.config.write_text(f"[profile slow]\ncredential_process = {sys.executable} {script}\n")
-
-    def release(self):
-        self.go_on.touch()
-
-
 @pytest.fixture
-def slow(tmp_path, monkeypatch):
-    one = Slow(tmp_path)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(one.config))
-    yield one
-    one.release()
+def opening(monkeypatch):
+    """A thread that is amid the opening of a store, as long as a service of credentials is slow;
+    its options, what it has opened, and the event that ends it."""
+    begun, go_on, opened, config = threading.Event(), threading.Event(), [], Config(connections=5)
+    usual = registry._OPENERS["memory"]()
 
+    def slow(uri, given):
+        if given == config:
+            begun.set()
+            assert go_on.wait(30)
+        return usual(uri, given)
 
-@pytest.fixture
-def opening(slow, bucket, s3_url):
-    """A thread that is amid the opening of a store; its options, and what it has opened."""
-    options = S3Options(endpoint_url=s3_url, addressing_style="path", profile="slow")
-    uri, config, opened = CheckpointURI.parse(f"s3://{bucket}/run"), Config(s3=options), []
+    monkeypatch.setitem(registry._OPENERS, "memory", lambda: slow)
+    uri = CheckpointURI.parse(f"memory://{uuid.uuid4().hex}/run")
     thread = threading.Thread(target=lambda: opened.append(open_store(uri, config)))
     thread.start()
-    while not slow.begun.exists():
-        assert thread.is_alive()
-        thread.join(0.01)
-    yield uri, config, opened
-    slow.release()
+    assert begun.wait(30)
+    yield uri, config, opened, go_on
+    go_on.set()
     thread.join(60)
     assert len(opened) == 1
 
 
-def test_a_store_that_is_being_opened_holds_up_no_other_one(opening, s3_config):
-    uri, _, opened = opening
-    open_store(uri, s3_config)
+def test_a_store_that_is_being_opened_holds_up_no_other_one(opening):
+    uri, _, opened, _ = opening
+    open_store(uri, Config(connections=7))
     open_store(MEMORY, Config(connections=7))
     assert opened == []
 
 
-def test_who_wants_a_store_that_is_being_opened_gets_that_one(opening, slow):
-    uri, config, opened = opening
-    mine = []
-    thread = threading.Thread(target=lambda: mine.append(open_store(uri, config)))
-    thread.start()
-    thread.join(0.05)
-    slow.release()
-    thread.join(60)
+def test_who_wants_a_store_that_is_being_opened_gets_that_one(opening):
+    uri, config, opened, go_on = opening
+    threading.Timer(0.05, go_on.set).start()
+    mine = open_store(uri, config)
     while not opened:
         threading.Event().wait(0.01)
-    assert mine == opened
+    assert opened == [mine]
 
 
 @forks
-def test_a_child_that_is_forked_while_credentials_are_fetched_can_save(opening, slow, s3_url):
-    uri, config, _ = opening
+def test_a_child_that_is_forked_while_a_store_is_opened_can_save(opening):
+    uri, config, _, go_on = opening
 
     def save():
-        slow.release()
+        go_on.set()
         torch.set_num_threads(1)
         state = {"w": torch.arange(1000.0)}
         cloudckpt.save(state, checkpoint_id=f"{uri}/child", config=config, no_dist=True)
@@ -198,11 +173,15 @@ def test_a_fork_waits_for_an_import_that_its_child_would_wait_for(monkeypatch):
     thread.join(30)
 
 
-def test_a_store_that_could_not_be_opened_is_tried_again(monkeypatch, bucket, s3_config):
-    uri = CheckpointURI.parse(f"s3://{bucket}/run")
-    config = dataclasses.replace(s3_config, connections=9)
-    monkeypatch.setenv("AWS_PROFILE", "of-nobody")
-    with pytest.raises(CredentialsError, match="of-nobody"):
-        next(open_store(uri, config).list(""), None)
-    monkeypatch.delenv("AWS_PROFILE")
-    assert next(open_store(uri, config).list(""), None) is None
+def test_a_store_that_could_not_be_opened_is_tried_again(monkeypatch):
+    usual, failures = registry._OPENERS["memory"](), [CredentialsError("of nobody")]
+
+    def fail_once(uri, config):
+        if failures:
+            raise failures.pop()
+        return usual(uri, config)
+
+    monkeypatch.setitem(registry._OPENERS, "memory", lambda: fail_once)
+    with pytest.raises(CredentialsError):
+        open_store(MEMORY, Config(connections=9))
+    assert type(open_store(MEMORY, Config(connections=9))) is MemoryStore

@@ -25,61 +25,43 @@ def setting(monkeypatch, tmp_path):
     folder = tmp_path / ".aws"
     folder.mkdir()
 
-    def put(variables=None, config="", credentials=""):
-        for name, value in (variables or {}).items():
+    def put(variables, config=""):
+        for name, value in variables.items():
             monkeypatch.setenv(name, value)
         (folder / "config").write_text(config)
-        (folder / "credentials").write_text(credentials)
-        return folder
 
     return put
 
 
 @pytest.fixture
-def services(server):
-    """A store that says yes."""
+def open_store(server, opened):
     server.respond(lambda request: server.Answer(headers={"ETag": '"tag"'}))
-
-
-@pytest.fixture
-def open_store(opened):
     return lambda **options: opened(S3Store("bucket", Config(s3=S3Options(**options))))
 
 
-def signed(request):
-    """Access key and region of the signature."""
-    found = re.search(r"Credential=([^/]+)/\d+/([^/]+)/s3/", request.headers["Authorization"])
-    return found.groups()
+# the region: each beats those after it
+
+REGIONS = [
+    ("af-south-1", {}, {"region": "af-south-1"}),
+    ("ap-east-1", {"CLOUDCKPT_S3_REGION": "ap-east-1"}, {}),
+    ("ca-west-1", {"AWS_REGION": "ca-west-1"}, {}),
+    ("eu-west-3", {"AWS_DEFAULT_REGION": "eu-west-3"}, {}),
+    ("sa-east-1", {}, {}),  # of the profile
+]
 
 
-# the region
-
-REGIONS = {  # each beats those after it
-    "S3Options": {"options": {"region": "af-south-1"}},
-    "CLOUDCKPT_S3_REGION": {"variables": {"CLOUDCKPT_S3_REGION": "ap-east-1"}},
-    "AWS_REGION": {"variables": {"AWS_REGION": "ca-west-1"}},
-    "AWS_DEFAULT_REGION": {"variables": {"AWS_DEFAULT_REGION": "eu-west-3"}},
-    "the profile": {"config": "[default]\nregion = sa-east-1\n"},
-}
-WANTED = ["af-south-1", "ap-east-1", "ca-west-1", "eu-west-3", "sa-east-1"]
-
-
-def merged(settings):
-    """Several settings at once."""
-    variables, options, config = dict(KEYS), {}, ""
-    for one in settings:
-        variables |= one.get("variables", {})
-        options |= one.get("options", {})
-        config += one.get("config", "")
-    return variables, config, options
-
-
-@pytest.mark.parametrize("first", range(len(WANTED)))
-def test_the_first_of_several_regions_counts(setting, server, services, open_store, first):
-    variables, config, options = merged(list(REGIONS.values())[first:])
-    setting(variables, config)
+@pytest.mark.parametrize("first", range(len(REGIONS)))
+def test_the_first_of_several_regions_counts(setting, server, open_store, first):
+    variables, options = dict(KEYS), {}
+    for _, variable, option in REGIONS[first:]:
+        variables |= variable
+        options |= option
+    setting(variables, "[default]\nregion = sa-east-1\n")
     put(open_store(endpoint_url=server.url, **options))
-    assert signed(server.requests[-1]) == ("ENVKEY", WANTED[first])
+    scope = re.search(
+        r"Credential=([^/]+)/\d+/([^/]+)/s3/", server.requests[-1].headers["Authorization"]
+    )
+    assert scope.groups() == ("ENVKEY", REGIONS[first][0])
 
 
 # the endpoint, and how the bucket is written
@@ -123,9 +105,7 @@ SIGNED = hashlib.sha256(LARGE).hexdigest()
         ("s3 =\n  payload_signing_enabled = false\n", UNSIGNED),
     ],
 )
-def test_large_bodies_are_signed_if_the_profile_says_so(
-    setting, server, services, open_store, config, sent
-):
+def test_large_bodies_are_signed_if_the_profile_says_so(setting, server, open_store, config, sent):
     setting(KEYS, "[default]\n" + config)
     store = open_store(endpoint_url=server.url)
     views = [memoryview(LARGE)[:7], memoryview(LARGE)[7:]]

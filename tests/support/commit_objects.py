@@ -5,8 +5,6 @@ from typing import Any
 
 from cloudckpt.checkpoint.trailer import with_trailer
 
-__all__ = ["framed"]
-
 
 def framed(metadata: Any, notes: bytes = b"") -> bytes:
     """A pickle of ``metadata`` in a commit object, as a copy of another writer's checkpoint has."""

@@ -16,15 +16,6 @@ import torch
 
 from support import memory_store
 
-__all__ = [
-    "cheap_sessions_of_boto",
-    "memory_is_given_back",
-    "one_thread_of_torch",
-    "pytest_collection_modifyitems",
-    "pytest_ignore_collect",
-    "pytest_runtestloop",
-]
-
 # files that take longest, the longest first: others run beside them; begun last, one of them would
 # keep a single worker busy while the other cores have nothing to do
 _LONG = (

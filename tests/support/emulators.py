@@ -18,15 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = [
-    "PAGE",
-    "Azurite",
-    "azurite_server",
-    "free_port",
-    "gcs_emulator",
-    "moto_server",
-]
-
 DUMMY_AWS = {
     "AWS_ACCESS_KEY_ID": "testing",
     "AWS_SECRET_ACCESS_KEY": "testing",  # an emulator's: it accepts anything

@@ -13,8 +13,6 @@ from cloudckpt.errors import ConnectionLostError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, Retry, Upload, once
 from cloudckpt.stores.capabilities import Capabilities
 
-__all__ = ["FaultyStore", "Verb", "When"]
-
 T = TypeVar("T")
 
 Verb = Literal[

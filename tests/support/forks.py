@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Child", "child", "context", "together"]
-
 context = multiprocessing.get_context("forkserver")
 """Makes such children. They have the environment of the time when the first was made."""
 

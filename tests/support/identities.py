@@ -4,8 +4,6 @@ import sys
 import types
 from typing import Any
 
-__all__ = ["identities"]
-
 _KINDS = (types.FunctionType, type, classmethod, staticmethod, property)
 
 

@@ -4,8 +4,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-__all__ = ["warnings_of_ours"]
-
 
 @contextlib.contextmanager
 def warnings_of_ours() -> Iterator[list[str]]:

@@ -5,29 +5,24 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cloudckpt import uri as uris
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError, RangeNotSatisfiableError
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import (
     MOST_READ,
-    Body,
     ObjectInfo,
     ObjectStore,
     Part,
-    Progress,
-    Retry,
     Upload,
     nbytes,
     once,
     random_suffix,
 )
 from cloudckpt.stores.capabilities import Capabilities
-
-__all__ = ["MemoryObject", "MemoryStore"]
 
 
 class MemoryObject(NamedTuple):
@@ -64,21 +59,13 @@ class MemoryStore(ObjectStore):
         copies_parts=True,
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.root = f"memory://{name}"
         self._bucket = _buckets.setdefault(name, _Bucket())
 
     def put(
-        self,
-        key: str,
-        body: Body,
-        *,
-        checksum: int,
-        attempt: str = "",
-        if_absent: bool = False,
-        if_version: str | None = None,
-        progress: Progress | None = None,
-    ) -> ObjectInfo:
+        self, key, body, *, checksum, attempt="", if_absent=False, if_version=None, progress=None
+    ):
         data = b"".join(body)
         if progress is not None:
             progress(len(data))
@@ -92,22 +79,14 @@ class MemoryStore(ObjectStore):
             self._bucket.objects[key] = MemoryObject(data, version, time.time(), attempt)
         return ObjectInfo(key, len(data), version)
 
-    def create_upload(self, key: str, part_size: int) -> Upload:
+    def create_upload(self, key, part_size):
         with self._bucket.lock:
             number = str(next(self._bucket.versions))
             upload = Upload(key, number, part_size, time.time(), attempt=random_suffix())
             self._bucket.uploads[upload.id] = (upload, {})
         return upload
 
-    def put_part(
-        self,
-        upload: Upload,
-        number: int,
-        body: Body,
-        *,
-        checksum: int,
-        progress: Progress | None = None,
-    ) -> Part:
+    def put_part(self, upload, number, body, *, checksum, progress=None):
         data = b"".join(body)
         if progress is not None:
             progress(len(data))
@@ -115,9 +94,7 @@ class MemoryStore(ObjectStore):
             self._parts(upload)[number] = data
         return Part(number, len(data), str(number), checksum)
 
-    def complete_upload(
-        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
-    ) -> ObjectInfo:
+    def complete_upload(self, upload, parts, *, if_absent=False):
         with self._bucket.lock:
             held = self._parts(upload)
             data = b"".join(held[part.number] for part in parts)
@@ -133,29 +110,19 @@ class MemoryStore(ObjectStore):
             del self._bucket.uploads[upload.id]
         return info
 
-    def copies_from(self, source: ObjectStore) -> bool:
+    def copies_from(self, source):
         return isinstance(source, MemoryStore)
 
-    def copy(self, source: ObjectStore, found: ObjectInfo, key: str, **options: Any) -> ObjectInfo:
+    def copy(self, source, found, key, **options):
         data, checksum = self._copied(source, found, 0, found.size)
         info = self.put(key, [data], checksum=checksum, **options)
         return replace(info, checksum=checksum)
 
-    def copy_part(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        upload: Upload,
-        number: int,
-        start: int,
-        stop: int,
-    ) -> Part:
+    def copy_part(self, source, found, upload, number, start, stop):
         data, checksum = self._copied(source, found, start, stop)
         return self.put_part(upload, number, [data], checksum=checksum)
 
-    def _copied(
-        self, source: ObjectStore, found: ObjectInfo, start: int, stop: int
-    ) -> tuple[memoryview, int]:
+    def _copied(self, source, found, start, stop):
         """Bytes of another object, and their checksum."""
         data = memoryview(bytearray(stop - start))
         if data.nbytes:
@@ -164,29 +131,21 @@ class MemoryStore(ObjectStore):
             raise PreconditionFailedError("the object was replaced", uri=source.uri(found.key))
         return data, self.capabilities.checksum.of(data)
 
-    def abort_upload(self, upload: Upload) -> None:
+    def abort_upload(self, upload):
         with self._bucket.lock:
             self._bucket.uploads.pop(upload.id, None)
 
-    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
+    def list_uploads(self, prefix, retry=once):
         with self._bucket.lock:
             held = [upload for upload, _ in self._bucket.uploads.values()]
         return (upload for upload in held if upload.key.startswith(prefix))
 
-    def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
+    def get(self, key, *, limit=MOST_READ):
         data, version, *_ = self._held(key)
         self.check_size(key, len(data), limit)
         return bytearray(data), ObjectInfo(key, len(data), version)
 
-    def get_range(
-        self,
-        key: str,
-        start: int,
-        into: Sequence[memoryview],
-        *,
-        if_version: str | None = None,
-        progress: Progress | None = None,
-    ) -> ObjectInfo:
+    def get_range(self, key, start, into, *, if_version=None, progress=None):
         data, version, *_ = self._held(key)
         if if_version is not None and version != if_version:
             raise PreconditionFailedError("the object was replaced", uri=self.uri(key))
@@ -202,11 +161,11 @@ class MemoryStore(ObjectStore):
                 progress(view.nbytes)
         return ObjectInfo(key, len(data), version)
 
-    def head(self, key: str) -> ObjectInfo:
+    def head(self, key):
         data, version, _, attempt = self._held(key)
         return ObjectInfo(key, len(data), version, attempt=attempt)
 
-    def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
+    def list(self, prefix, retry=once):
         with self._bucket.lock:
             held = sorted(self._bucket.objects.items())
         return (
@@ -215,25 +174,25 @@ class MemoryStore(ObjectStore):
             if key.startswith(prefix)
         )
 
-    def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
+    def list_level(self, prefix, retry=once):
         below = [(info.key.removeprefix(prefix), info) for info in self.list(prefix)]
         yield from (info for name, info in below if "/" not in name)
         yield from dict.fromkeys(name.partition("/")[0] for name, _ in below if "/" in name)
 
-    def delete(self, key: str, *, if_version: str | None = None) -> None:
+    def delete(self, key, *, if_version=None):
         with self._bucket.lock:
             held = self._bucket.objects.get(key)
             if if_version is not None and held is not None and held.version != if_version:
                 raise self._refusal("the object was replaced", key)
             self._bucket.objects.pop(key, None)
 
-    def close(self) -> None:
+    def close(self):
         """Does nothing: the objects belong to the process."""
 
-    def _refusal(self, message: str, key: str) -> PreconditionFailedError:
+    def _refusal(self, message, key):
         return PreconditionFailedError(message, uri=self.uri(key), certain=True)
 
-    def _held(self, key: str) -> MemoryObject:
+    def _held(self, key):
         with self._bucket.lock:
             if key not in self._bucket.objects:
                 raise ObjectNotFoundError(
@@ -241,7 +200,7 @@ class MemoryStore(ObjectStore):
                 )
             return self._bucket.objects[key]
 
-    def _parts(self, upload: Upload) -> dict[int, bytes]:
+    def _parts(self, upload):
         if upload.id not in self._bucket.uploads:
             raise ObjectNotFoundError("there is no such upload", uri=self.uri(upload.key))
         return self._bucket.uploads[upload.id][1]

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Call", "containing", "data_pkl", "opcodes", "saved", "touch"]
-
 
 class Call:
     """Pickles as a call, and as the state that its result is given."""

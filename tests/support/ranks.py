@@ -18,8 +18,6 @@ from typing import Any
 from support.emulators import free_port
 from support.forks import context
 
-__all__ = ["Outcome", "Ranks", "RanksDiedError", "RanksTimeoutError"]
-
 _START = 200.0  # seconds that a process may take; the first one waits for the import of torch
 _GRACE = 40.0  # seconds that the others have left once a rank has raised
 _COLLECTIVE = 150.0  # seconds that a collective may take

@@ -1,30 +1,23 @@
 """The contract of copies that a store makes by itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
-from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from support.contract.data import Hooks, checksum, part_size, put, put_part, some_bytes
-
-__all__ = ["CopyContract"]
 
 
 class CopyContract(Hooks):
     """Objects that are copied within the store; nothing to keep for one that makes no copies."""
 
     @pytest.fixture
-    def copier(self, store: ObjectStore) -> ObjectStore:
+    def copier(self, store):
         """The store, if it can copy."""
         if not store.copies_from(store):
             pytest.skip("this store makes no copies by itself")
         return store
 
     @pytest.mark.parametrize("size", [0, 1, 1_000_000])
-    def test_copy_makes_an_object_of_the_same_bytes(
-        self, copier: ObjectStore, prefix: str, size: int
-    ) -> None:
+    def test_copy_makes_an_object_of_the_same_bytes(self, copier, prefix, size):
         data = some_bytes(size)
         source = put(copier, prefix + "a b/ü+%?", data)
         info = copier.copy(copier, source, prefix + "target/ü+%?")
@@ -34,7 +27,7 @@ class CopyContract(Hooks):
         assert info == copier.head(prefix + "target/ü+%?")
         assert info.checksum in (None, checksum(copier, data))
 
-    def test_a_copy_has_a_name_of_its_own(self, copier: ObjectStore, prefix: str) -> None:
+    def test_a_copy_has_a_name_of_its_own(self, copier, prefix):
         source = put(copier, prefix + "source", b"data", attempt="0123456789abcdef")
         key = prefix + "target"
         info = copier.copy(copier, source, key, attempt="fedcba9876543210")
@@ -42,15 +35,13 @@ class CopyContract(Hooks):
         found = copier.written(key, "fedcba9876543210")
         assert found == (info if self.keeps_attempts else None)
 
-    def test_copy_replaces_an_object(self, copier: ObjectStore, prefix: str) -> None:
+    def test_copy_replaces_an_object(self, copier, prefix):
         old = put(copier, prefix + "target", b"old")
         info = copier.copy(copier, put(copier, prefix + "source", b"new"), prefix + "target")
         assert self.get_directly(copier, prefix + "target") == b"new"
         assert info.version != old.version
 
-    def test_copy_if_absent_copies_only_when_there_is_nothing(
-        self, copier: ObjectStore, prefix: str
-    ) -> None:
+    def test_copy_if_absent_copies_only_when_there_is_nothing(self, copier, prefix):
         if not self.honours_conditional_copies:
             pytest.skip("this server ignores conditions of copies")
         put(copier, prefix + "target", b"old")
@@ -63,9 +54,7 @@ class CopyContract(Hooks):
         assert self.get_directly(copier, prefix + "target") == b"new"
 
     @pytest.mark.parametrize("verb", ["copy", "copy_part"])
-    def test_a_source_that_was_replaced_is_not_copied(
-        self, copier: ObjectStore, prefix: str, verb: str
-    ) -> None:
+    def test_a_source_that_was_replaced_is_not_copied(self, copier, prefix, verb):
         if not self.honours_conditional_copies:
             pytest.skip("this server ignores conditions of copies")
         source = put(copier, prefix + "source", b"old")
@@ -76,9 +65,7 @@ class CopyContract(Hooks):
         assert [info.key for info in copier.list(prefix)] == [prefix + "source"]
 
     @pytest.mark.parametrize("verb", ["copy", "copy_part"])
-    def test_a_source_that_is_gone_is_not_found(
-        self, copier: ObjectStore, prefix: str, verb: str
-    ) -> None:
+    def test_a_source_that_is_gone_is_not_found(self, copier, prefix, verb):
         source = put(copier, prefix + "source", b"data")
         copier.delete(prefix + "source")
         with pytest.raises(ObjectNotFoundError) as caught:
@@ -86,7 +73,7 @@ class CopyContract(Hooks):
         assert copier.uri(prefix + "source") in str(caught.value)
         assert list(copier.list(prefix)) == []
 
-    def _copy(self, store: ObjectStore, verb: str, source: ObjectInfo, prefix: str) -> None:
+    def _copy(self, store, verb, source, prefix):
         if verb == "copy":
             store.copy(store, source, prefix + "target")
             return
@@ -98,7 +85,7 @@ class CopyContract(Hooks):
         finally:
             store.abort_upload(upload)
 
-    def test_copied_and_sent_parts_make_one_object(self, copier: ObjectStore, prefix: str) -> None:
+    def test_copied_and_sent_parts_make_one_object(self, copier, prefix):
         if not copier.capabilities.copies_parts:
             pytest.skip("this store copies no parts")
         size = part_size(copier)

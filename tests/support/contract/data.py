@@ -1,26 +1,8 @@
 """What a subclass of the contract provides, and what its tests send."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator, Sequence
 
 import pytest
-
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
-
-__all__ = [
-    "SEVERAL_STEPS",
-    "Hooks",
-    "checksum",
-    "cut",
-    "in_order",
-    "part_size",
-    "parts_of",
-    "put",
-    "put_part",
-    "some_bytes",
-]
 
 SEVERAL_STEPS = 9 * 1024 * 1024 + 17
 """Bytes that no store moves in one go."""
@@ -34,8 +16,6 @@ class Hooks:
     Attributes:
         object_count: How many objects the test of listing makes. Choose more than the store lists
             in one request (1,000, unless it is told otherwise).
-        atomic_conditions: Whether of several ``put`` with ``if_absent`` at the same moment only one
-            may succeed. Only for an emulator that can't do what the real store does.
         honours_conditional_deletes: Whether ``delete`` with ``if_version`` takes no other version.
         honours_conditional_copies: Whether `copy` heeds the version of its source, and
             ``if_absent``.
@@ -44,37 +24,36 @@ class Hooks:
     """
 
     object_count = 1100
-    atomic_conditions = True
     honours_conditional_deletes = True
     honours_conditional_copies = True
     keeps_attempts = True
     memory_is_ours = True
 
     @pytest.fixture
-    def store(self) -> Iterator[ObjectStore]:
+    def store(self):
         """The store under test."""
         raise NotImplementedError("a subclass of StoreContract provides the fixture 'store'")
 
     @pytest.fixture
-    def prefix(self) -> str:
+    def prefix(self):
         """What all keys of a test begin with; an absolute path for a file system."""
         return "contract/"
 
-    def put_directly(self, store: ObjectStore, key: str, data: bytes) -> None:
+    def put_directly(self, store, key, data):
         """Creates an object without the store under test."""
         raise NotImplementedError("a subclass of StoreContract provides 'put_directly'")
 
-    def get_directly(self, store: ObjectStore, key: str) -> bytes:
+    def get_directly(self, store, key):
         """The bytes of an object that exists, without the store under test."""
         raise NotImplementedError("a subclass of StoreContract provides 'get_directly'")
 
 
-def some_bytes(size: int, seed: int = 0) -> bytes:
+def some_bytes(size, seed=0):
     """Bytes without a pattern, the same in each run."""
     return random.Random(seed).randbytes(size)
 
 
-def cut(data: bytes | bytearray, sizes: Sequence[int]) -> list[memoryview]:
+def cut(data, sizes):
     """Views of ``data`` of these sizes, and one of the rest."""
     views, rest = [], memoryview(data)
     for size in sizes:
@@ -83,47 +62,27 @@ def cut(data: bytes | bytearray, sizes: Sequence[int]) -> list[memoryview]:
     return [*views, rest]
 
 
-def checksum(store: ObjectStore, data: bytes) -> int:
+def checksum(store, data):
     """The checksum that goes along with ``data``."""
     return store.capabilities.checksum.of(data)
 
 
-def put(
-    store: ObjectStore,
-    key: str,
-    data: bytes,
-    *,
-    attempt: str = "",
-    if_absent: bool = False,
-    if_version: str | None = None,
-) -> ObjectInfo:
+def put(store, key, data, **conditions):
     """``store.put`` of plain bytes."""
-    return store.put(
-        key,
-        [memoryview(data)],
-        checksum=checksum(store, data),
-        attempt=attempt,
-        if_absent=if_absent,
-        if_version=if_version,
-    )
+    return store.put(key, [memoryview(data)], checksum=checksum(store, data), **conditions)
 
 
-def put_part(store: ObjectStore, upload: Upload, number: int, data: bytes) -> Part:
+def put_part(store, upload, number, data):
     """``store.put_part`` of plain bytes."""
     return store.put_part(upload, number, [memoryview(data)], checksum=checksum(store, data))
 
 
-def part_size(store: ObjectStore) -> int:
+def part_size(store):
     """Bytes of a part that the store accepts in the middle of an upload."""
     return max(store.capabilities.min_part_size, _SMALLEST_PART)
 
 
-def parts_of(store: ObjectStore, data: bytes) -> list[bytes]:
+def parts_of(store, data):
     """``data`` in parts."""
     size = part_size(store)
     return [data[start : start + size] for start in range(0, len(data), size)]
-
-
-def in_order(parts: Sequence[Part]) -> list[Part]:
-    """Parts by their numbers."""
-    return sorted(parts, key=lambda part: part.number)

@@ -26,8 +26,6 @@ from . import gcs_json, gcs_xml
 from .gcs_answers import Answer, Call, Request
 from .gcs_state import State
 
-__all__ = ["GcsStub", "State"]
-
 
 class GcsStub(http.server.ThreadingHTTPServer):
     """The server; a context manager.

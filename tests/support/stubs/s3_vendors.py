@@ -13,8 +13,6 @@ import time
 from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
 
-__all__ = ["STUBS", "ExpressStub", "HuggingFaceStub", "VendorStub"]
-
 _HOP = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding")
 _CONDITIONS = ("If-Match", "If-None-Match")
 

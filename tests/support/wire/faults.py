@@ -13,23 +13,6 @@ from typing import Literal
 from support.wire.hop import Answer, Fault, Hop
 from support.wire.request import Headers, Request
 
-__all__ = [
-    "Call",
-    "Corrupt",
-    "CorruptUpload",
-    "Delay",
-    "Drip",
-    "Moment",
-    "Reset",
-    "Respond",
-    "Stall",
-    "StripHeaders",
-    "StripQuery",
-    "Throttle",
-    "Truncate",
-    "s3_error",
-]
-
 Moment = Literal["request", "answer", "body"]
 """When a fault strikes: ``request``, while the request's body is read, which is then not forwarded;
 ``answer``, when the request was carried out and nothing was answered; ``body``, in the answer's

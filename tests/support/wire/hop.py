@@ -18,8 +18,6 @@ from typing import BinaryIO
 
 from support.wire.request import Headers, Request, read_exactly
 
-__all__ = ["Answer", "Exchange", "Fault", "Hop"]
-
 _NOT_FORWARDED = {"connection", "content-length", "expect", "keep-alive", "transfer-encoding"}
 _UPSTREAM_TIMEOUT = 120.0
 _LEFT: int = getattr(select, "POLLRDHUP", 0)  # Linux: the peer has sent its FIN

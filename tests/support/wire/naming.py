@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-__all__ = ["Naming", "azure_naming", "google_naming", "s3_naming"]
-
 Naming = Callable[[str, str], tuple[str, str]]
 """From method and target (path and query, as sent) to the operation and ``/bucket/key``.
 

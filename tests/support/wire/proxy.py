@@ -40,8 +40,6 @@ from support.wire.hop import Exchange, Fault, Hop
 from support.wire.naming import Naming, s3_naming
 from support.wire.request import Request, read_head
 
-__all__ = ["FaultyProxy", "Rule"]
-
 _Self = TypeVar("_Self", bound="FaultyProxy")
 
 

@@ -8,8 +8,6 @@ from urllib.parse import parse_qsl, urlsplit
 
 from support.wire.naming import Naming, s3_naming
 
-__all__ = ["Headers", "Request", "read_exactly", "read_head"]
-
 Headers = tuple[tuple[str, str], ...]
 """Names and values, in order."""
 
