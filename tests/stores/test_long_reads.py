@@ -215,7 +215,7 @@ def test_views_of_any_sizes_get_the_bytes_in_order(talk, authority, native, vers
         return pieces
 
     for _ in range(3):
-        assert get(client, peer.url, len(BODY), cut) == BODY
+        assert get(client, peer.url, len(BODY), views=cut) == BODY
         assert get(client, peer.url, len(BODY)) == BODY
     assert peer.accepted == 1
 

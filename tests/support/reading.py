@@ -5,7 +5,7 @@ import pytest
 from cloudckpt.errors import ConnectionLostError
 
 
-def get(client, url, size, views=lambda whole: [whole], progress=None):
+def get(client, url, size, progress=None, views=lambda whole: [whole]):
     """The body of an answer, which is read into views of its memory."""
     memory = bytearray(size)
     with client.send("GET", url, {}) as reply:
