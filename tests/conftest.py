@@ -9,8 +9,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cloudckpt import Config, RetryPolicy, S3Options
-from cloudckpt.transfer import parts
-from dcp.places import boto_client
 from support.economy import (  # noqa: F401 - fixtures, a hook
     cheap_sessions_of_boto,
     memory_is_given_back,
@@ -20,7 +18,6 @@ from support.economy import (  # noqa: F401 - fixtures, a hook
     pytest_runtestloop,
 )
 from support.emulators import DUMMY_AWS, moto_server
-from support.ranks import Ranks
 
 collect_ignore = ["soak"]  # unless it is named
 
@@ -60,12 +57,16 @@ def _ctrl_c_is_heeded() -> None:
 @pytest.fixture
 def request_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how many bytes this process asks for in a request."""
+    from cloudckpt.transfer import parts
+
     return lambda nbytes: monkeypatch.setattr(parts, "_REQUESTS", (nbytes, nbytes))
 
 
 @pytest.fixture(scope="session")
-def ranks(_own_surroundings: None) -> Iterator[Ranks]:
+def ranks(_own_surroundings: None):
     """Up to four gloo ranks, see there."""
+    from support.ranks import Ranks
+
     pool = Ranks(4)
     yield pool
     pool.kill()
@@ -91,6 +92,8 @@ def s3_config(s3_url: str) -> Config:
 @pytest.fixture
 def s3_client(s3_url: str):
     """boto3 on the server, to look at it without cloudckpt."""
+    from dcp.places import boto_client
+
     return boto_client(s3_url)
 
 

@@ -1,4 +1,7 @@
-"""What makes all tests cheaper: import these names into a ``conftest``."""
+"""What makes all tests cheaper: import these names into a ``conftest``.
+
+torch and the like are imported by fixtures: the process that hands tests out to others needs none.
+"""
 
 import gc
 import inspect
@@ -7,14 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import botocore.compat
-import botocore.hooks
-import botocore.loaders
-import botocore.session
 import pytest
-import torch
-
-from support import memory_store
 
 # files that take longest, the longest first: others run beside them; begun last, one of them would
 # keep a single worker busy while the other cores have nothing to do
@@ -85,6 +81,8 @@ def one_thread_of_torch() -> None:
 
     That holds for child processes, too, if they are begun from now on.
     """
+    import torch
+
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -92,6 +90,8 @@ def one_thread_of_torch() -> None:
 @pytest.fixture(autouse=True)
 def memory_is_given_back() -> Iterator[None]:
     """What a test has put into a store in memory goes with it: together it is gigabytes."""
+    from support import memory_store
+
     before = set(memory_store._buckets)
     yield
     for name in memory_store._buckets.keys() - before:
@@ -103,15 +103,19 @@ def cheap_sessions_of_boto() -> Iterator[None]:
     """botocore derives the same things for each session: from megabytes of JSON what it knows of
     AWS, and of each of hundreds of handlers whether it takes any keywords. That is nine tenths of
     the time in which a store of S3 is opened, as nearly every test does."""
+    import botocore.compat
+    import botocore.hooks
+    import botocore.loaders
+    import botocore.session
+
+    def accepts_kwargs(function: Callable[..., Any]) -> bool:
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        if code is None:
+            return bool(botocore.compat.accepts_kwargs(function))
+        return bool(code.co_flags & inspect.CO_VARKEYWORDS)
+
     loader = botocore.loaders.create_loader()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(botocore.session, "create_loader", lambda *paths: loader)
-        patch.setattr(botocore.hooks, "accepts_kwargs", _accepts_kwargs)
+        patch.setattr(botocore.hooks, "accepts_kwargs", accepts_kwargs)
         yield
-
-
-def _accepts_kwargs(function: Callable[..., Any]) -> bool:
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None:
-        return bool(botocore.compat.accepts_kwargs(function))
-    return bool(code.co_flags & inspect.CO_VARKEYWORDS)
