@@ -9,7 +9,7 @@ __all__ = ["DESELECTED"]
 
 _IGNORES_CONDITIONS = (
     "it ignores all preconditions; on the stub of tests/support/stubs this is covered by "
-    "tests/stores/test_gcs_contract.py, and by tests/stores/test_gcs_save.py for checkpoints"
+    "tests/stores/test_gcs_contract.py"
 )
 _KEEPS_METADATA = (
     "its copies have the metadata of the source, whatever the request says; on the stub of "

@@ -140,3 +140,31 @@ def test_a_copy_that_is_tried_again_goes_on_where_it_was(state, open_gcs):
     assert store.copy(store, found, "copy").checksum == CRC32C.of(data)
     tokens = [r.query.get("rewriteToken") for r in calls_of_rewrite(state)]
     assert tokens == [None, "300", "600", "600", "900"]
+
+
+# a bucket that everybody may read, whose data is cached for an hour
+
+
+@pytest.mark.parametrize("written_by", ["us", "others"])
+def test_a_cached_object_does_not_come_back(state, open_gcs, written_by):
+    store, state.public = open_gcs(), True
+    for data in (b"1", b"2", b"3"):
+        if written_by == "us":
+            put(store, data)
+        else:
+            state.put("bucket", KEY, data, Attributes())
+        for _ in range(2):
+            assert store.get(KEY)[0] == data
+            memory = bytearray(1)
+            store.get_range(KEY, 0, [memoryview(memory)])
+            assert memory == data
+
+
+def test_nothing_that_is_written_may_be_cached(state, open_gcs):
+    store = open_gcs()
+    put(store, b"1")
+    upload = store.create_upload("in parts", 5 * 1024**2)
+    store.complete_upload(upload, [put_part(store, upload, 1, b"2")])
+    store.copy(store, store.head(KEY), "copy")
+    found = {stored.attributes.cache_control for stored in state.objects.values()}
+    assert found == {"no-store"}

@@ -326,7 +326,7 @@ def test_credentials_that_do_not_come_are_given_up_at_the_deadline(job):
     store = job.open()
     job.read(store)
     job.valid = "ANOTHER"
-    policy = RetryPolicy(base=0.01, cap=0.05, deadline=0.5)
+    policy = RetryPolicy(base=0.01, cap=0.05, deadline=0.2)
     with pytest.raises(ExpiredCredentialsError):
         Retrier(policy).call(lambda: job.read(store))
 
