@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudckpt.checkpoint.envelope import has_stored_form
-from cloudckpt.checkpoint.index import KINDS, index_bytes, index_size
+from cloudckpt.checkpoint.index import index_bytes, index_size
 from cloudckpt.checkpoint.object_index import ObjectIndex, code_of
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checksum import CRC32C, CRC64NVME, block_size_for
 from cloudckpt.errors import CheckpointCorruptError
 
 URI = "s3://bucket/run/__0_0.0123456789abcdef.distcp"
-ALGORITHMS = st.sampled_from(list(KINDS.values()))
+ALGORITHMS = st.sampled_from([CRC32C, CRC64NVME])
 MIB = 1 << 20
 
 

@@ -343,21 +343,6 @@ def test_what_is_no_metadata_is_refused(content, trusted):
 # ---- trust
 
 
-@dataclasses.dataclass
-class OfTheUser:
-    value: int
-
-
-def test_a_class_of_the_user_is_refused_by_name_unless_pickles_are_trusted(marker):
-    written = metadata(planner_data=OfTheUser(7))
-    with pytest.raises(UntrustedPickleError, match=r"OfTheUser.*trust_pickle=True"):
-        load_metadata(framed(written), URI)
-    assert load_metadata(framed(written), URI, trust_pickle=True) == written
-    with pytest.raises(CheckpointCorruptError):
-        load_metadata(pickle.dumps(touch(marker)), URI, trust_pickle=True)
-    assert marker.exists()
-
-
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("home", [b"pathlib", b"pathlib._local"])
 def test_paths_are_read_whatever_version_of_python_wrote_them(home, trust):

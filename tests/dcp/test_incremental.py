@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt import CloudStorageWriter
-from cloudckpt.checkpoint.base import VALUE, Base, digest_of_bytes, kind_of
+from cloudckpt.checkpoint.base import VALUE, Base, digest_of_bytes, type_prefix
 from cloudckpt.checkpoint.objects import is_keep_name
 from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checksum import CRC64NVME
@@ -282,7 +282,7 @@ def test_what_changes_after_its_digest_was_made_is_refused(place, changing, kind
 
 def test_values_of_equal_bytes_and_another_type_or_shape_are_others() -> None:
     kinds = [(torch.float32, (2, 3)), (torch.int32, (2, 3)), (torch.float32, (3, 2))]
-    digests = {digest_of_bytes(kind_of(*kind), bytes(24)) for kind in kinds}
+    digests = {digest_of_bytes(type_prefix(*kind), bytes(24)) for kind in kinds}
     assert len(digests | {digest_of_bytes(VALUE, bytes(24))}) == 4
 
 

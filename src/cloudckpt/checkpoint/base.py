@@ -27,7 +27,7 @@ from cloudckpt.checkpoint.object_plan import Place
 from cloudckpt.checkpoint.record import Extents, Record, no_times
 from cloudckpt.checkpoint.structure import Structure
 
-__all__ = ["VALUE", "Base", "Digest", "Digester", "digest_of_bytes", "kind_of"]
+__all__ = ["VALUE", "Base", "Digest", "Digester", "digest_of_bytes", "type_prefix"]
 
 Digest = tuple[int, int]
 """The high and the low half of a 128-bit digest, each as int64."""
@@ -36,20 +36,20 @@ _HALVES = struct.Struct(">qq")
 
 
 @functools.lru_cache(maxsize=8192)
-def kind_of(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+def type_prefix(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     """Returns bytes that identify a tensor's element type and shape, as a prefix for its digest."""
     return f"{dtype}{list(shape)}\0".encode()
 
 
 VALUE = b"\0"
-"""The prefix for the digest of a pickled value; a tensor has :func:`kind_of` instead."""
+"""The prefix for the digest of a pickled value; a tensor has :func:`type_prefix` instead."""
 
 
 class Digester:
     """Computes the digest of one item; releases the GIL while it hashes all but small inputs.
 
     Args:
-        kind: The prefix that is hashed first: :func:`kind_of` a tensor, or ``VALUE``.
+        kind: The prefix that is hashed first: :func:`type_prefix` a tensor, or ``VALUE``.
     """
 
     __slots__ = ("_hash", "add")

@@ -16,14 +16,14 @@ __all__ = [
     "DTYPES",
     "HEADER",
     "ITEM",
-    "KINDS",
+    "ALGORITHMS",
     "LONGEST_EDGE",
     "MAGIC",
     "MOST_INDEX",
     "index_bytes",
     "index_growth",
     "index_size",
-    "kind_of",
+    "number_of",
 ]
 
 MAGIC = b"ckptidx\1"
@@ -41,7 +41,7 @@ LONGEST_EDGE = (1 << 16) - 1
 MOST_INDEX = (1 << 32) - 1
 """Maximum bytes of an index."""
 
-KINDS = {1: CRC32C, 2: CRC64NVME}
+ALGORITHMS = {1: CRC32C, 2: CRC64NVME}
 """The checksum algorithms by their numbers in indexes and commit objects."""
 
 DTYPES = (
@@ -53,9 +53,9 @@ DTYPES = (
 """The element types, by torch's names; their numbers count from 1."""
 
 
-def kind_of(algorithm: ChecksumAlgorithm) -> int:
+def number_of(algorithm: ChecksumAlgorithm) -> int:
     """Returns the number of a checksum algorithm in indexes and commit objects."""
-    return next(kind for kind, known in KINDS.items() if known is algorithm)
+    return next(number for number, known in ALGORITHMS.items() if known is algorithm)
 
 
 def index_size(raw_lengths: Sequence[int], algorithm: ChecksumAlgorithm) -> int:
@@ -89,7 +89,7 @@ def index_bytes(
     count = len(codes)
     return b"".join(
         (
-            HEADER.pack(MAGIC, count, kind_of(algorithm)),
+            HEADER.pack(MAGIC, count, number_of(algorithm)),
             struct.pack(f"<{count}H", *heads),
             struct.pack(f"<{count}H", *tails),
             bytes(codes),

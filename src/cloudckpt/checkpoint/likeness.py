@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cloudckpt.checkpoint.base import kind_of
+from cloudckpt.checkpoint.base import type_prefix
 from cloudckpt.transfer.memory import PLAIN, bytes_of, has_memory, is_plain, settled
 
 __all__ = ["digest_of_all"]
@@ -127,7 +127,7 @@ class _Digest:
                 self._add_each(getattr(wrapped, name) for name in wrapped.__tensor_flatten__()[0])
                 return
             tensor = tensor.as_subclass(torch.Tensor)
-        self._hash.update(kind_of(tensor.dtype, tensor.shape))
+        self._hash.update(type_prefix(tensor.dtype, tensor.shape))
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
             return  # the rank that saves it raises the error
         if tensor.is_meta or not has_memory(tensor):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from cloudckpt.checkpoint.columns import column_of, numbers_in
-from cloudckpt.checkpoint.index import DTYPES, HEADER, ITEM, KINDS, MAGIC
+from cloudckpt.checkpoint.index import ALGORITHMS, DTYPES, HEADER, ITEM, MAGIC
 from cloudckpt.checkpoint.objects import WrittenObject
 from cloudckpt.checksum import CRC32C, Blocks, ChecksumAlgorithm, block_size_for
 from cloudckpt.errors import CheckpointCorruptError
@@ -90,7 +90,7 @@ class ObjectIndex:
 
     def _parse(self, data: bytearray | memoryview, end: int) -> None:
         magic, count, kind = HEADER.unpack_from(data)
-        if magic != MAGIC or KINDS.get(kind) is not self._algorithm:
+        if magic != MAGIC or ALGORITHMS.get(kind) is not self._algorithm:
             raise ValueError(
                 "it was written by a newer cloudckpt, or with another checksum algorithm"
             )

@@ -36,7 +36,7 @@ __all__ = [
     "StoredForm",
     "ObjectPlan",
     "Place",
-    "Places",
+    "ObjectFiller",
     "STATE",
     "Way",
     "send",
@@ -328,7 +328,7 @@ class _Filling:
     capacity: int
 
 
-class Places:
+class ObjectFiller:
     """Assigns items to objects, and begins the next object when one is full.
 
     Two objects are filled at a time: one with items that are sent from their own memory, and one

@@ -32,7 +32,7 @@ from cloudckpt.checkpoint.columns import (
     raw_bytes,
     unfilled,
 )
-from cloudckpt.checkpoint.index import KINDS, kind_of
+from cloudckpt.checkpoint.index import ALGORITHMS, number_of
 from cloudckpt.checkpoint.objects import WrittenObject, check_attempt
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.table import VALUE, Chunks, Form, Paths, Table, numbered
@@ -223,7 +223,7 @@ class Record:
             "location": self.location,
             "unmoved": self.unmoved,
             "committing": self.committing,
-            "checksum": kind_of(self.checksum),
+            "checksum": number_of(self.checksum),
             "objects": [one.to_json() for one in self.objects],
             "structure": self.structure.to_json() if self.structure else None,
             "rows": len(self.extents),
@@ -382,7 +382,7 @@ def _head(packed: memoryview, size: int) -> _Head:
         structure = Structure.from_json(described)
     record = Record(
         objects=tuple(map(WrittenObject.from_json, document["objects"])),
-        checksum=KINDS[document["checksum"]],
+        checksum=ALGORITHMS[document["checksum"]],
         structure=structure,
         attempt=texts[0],
         location=texts[1],

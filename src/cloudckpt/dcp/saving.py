@@ -13,14 +13,14 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from cloudckpt.checkpoint.base import VALUE, Base, Digest, Digester, digest_of_bytes, kind_of
+from cloudckpt.checkpoint.base import VALUE, Base, Digest, Digester, digest_of_bytes, type_prefix
 from cloudckpt.checkpoint.columns import matrix_of
 from cloudckpt.checkpoint.object_plan import (
     STATE,
     Destination,
+    ObjectFiller,
     ObjectPlan,
     Place,
-    Places,
     StoredForm,
     Way,
 )
@@ -121,7 +121,7 @@ def digest_of(
         The digest, and the checksums of the blocks. The tensor may be written to before it is sent;
         bytes that match these checksums are the bytes of the digest.
     """
-    form, nbytes = kind_of(tensor.dtype, tensor.shape), tensor.nbytes
+    form, nbytes = type_prefix(tensor.dtype, tensor.shape), tensor.nbytes
     block = block_size_for(nbytes)
     if 0 < nbytes <= block and is_plain(tensor):  # there may be many such tensors
         view = bytes_of(tensor)
@@ -178,7 +178,7 @@ class StateLayout:
         self._contents, self._digests = contents, digests
         self._algorithm = capabilities.checksum
         self._unloadable = Unloadable(str(destination.uri), destination.config.unloadable)
-        self._places = Places(destination, capabilities)
+        self._places = ObjectFiller(destination, capabilities)
         self._written = array("q", bytes(24 * len(items)))  # for each item: object, offset, length
 
     @property
