@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -119,6 +120,37 @@ def test_state_that_was_saved_by_names_is_not_called_new_where_numbers_are_asked
     uri = _saved(tmp_path, {"optimizer": get_optimizer_state_dict(model, optimizer)})
     with pytest.raises(MissingKeyError, match="their numbers"):
         cloudckpt.load({"optimizer": optimizer}, checkpoint_id=uri)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.bool])
+def test_state_of_an_optimizer_that_torch_converts_is_named(tmp_path, kind):
+    model = torch.nn.Linear(2, 2)
+    optimizer = _optimizer(model)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].to(kind)
+    uri = _saved(tmp_path, {"optimizer": optimizer.state_dict(), "n": torch.ones(1, dtype=kind)})
+    state = {"optimizer": optimizer.state_dict(), "n": torch.zeros(1, dtype=kind)}
+    report = cloudckpt.load(state, checkpoint_id=uri)
+    assert {*report.doubtful} == {f"optimizer.state.{number}.exp_avg" for number in (0, 1)}
+    assert str(kind) in str(report)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_group_without_parameters_is_named_where_torch_loses_its_options(tmp_path, place):
+    def state(model):
+        groups = [[*layer.parameters()] for layer in model]
+        groups.insert(place, [])
+        optimizer = torch.optim.Adam([{"params": params, "lr": 0.5} for params in groups])
+        return {"optimizer": get_optimizer_state_dict(model, optimizer)}, optimizer
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    uri = _saved(tmp_path, state(model)[0])
+    wanted, optimizer = state(model)
+    report = cloudckpt.load(wanted, checkpoint_id=uri)
+    set_optimizer_state_dict(model, optimizer, wanted["optimizer"])
+    lost = [number for number, one in enumerate(optimizer.param_groups) if "lr" not in one]
+    assert {*report.doubtful} == {f"optimizer.param_groups.{number}.params" for number in lost}
+    assert lost == [] if place == 2 else [place]
 
 
 SAVED = [({"a": 1, "b": 2}, "2 entries"), ([torch.ones(1), 2], "2 entries")]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from cloudckpt.checkpoint.lazy import table_behind
 from cloudckpt.dcp.copies import first_few
 from cloudckpt.dcp.load_plan import conversions, saved_type, table_of
 
@@ -30,7 +32,17 @@ _ROWS = {
     "optimizer": "optimizer state not loaded, as the state dict has no entries for it: an "
     "optimizer that has made no step, or whose parameters are frozen, has none; take both from "
     "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
+    "doubtful": "loaded, and changed by torch",
 }
+
+_CAST = (
+    "which torch.optim.Optimizer.load_state_dict converts to the type of the parameter, unless "
+    "the optimizer has its own load_state_dict"
+)
+_EMPTY = (
+    "a group without parameters, of which set_optimizer_state_dict loses lr, betas, eps and "
+    "weight_decay: leave it out, or set them again"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,8 @@ class LoadReport:
         left_alone: The names that keep their values although the checkpoint has an entry, and why.
         optimizer: The saved optimizer state for which the state dict has no entry, such as that of
             parameters that are frozen now, or of an optimizer that has made no step.
+        doubtful: The names that were loaded, but that torch's own functions change when the state
+            dict is passed on to an optimizer, and how: state of integers, and empty groups.
     """
 
     uri: str
@@ -60,6 +74,7 @@ class LoadReport:
     converted: Mapping[str, str] = field(default_factory=dict)
     left_alone: Mapping[str, str] = field(default_factory=dict)
     optimizer: tuple[str, ...] = ()
+    doubtful: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -89,8 +104,8 @@ class LoadReport:
             table = table_of(metadata, uri)
             types = conversions(wanted, functools.partial(saved_type, table))
             converted = {name: f"{saved} to {now}" for name, (saved, now) in types.items()}
-        names = filter(_GROUPS.search, filter(lambda name: isinstance(name, str), wanted))
-        beside = {_GROUPS.split(name)[0] for name in names}
+        groups = [name for name in wanted if isinstance(name, str) and _GROUPS.search(name)]
+        beside = {_GROUPS.split(name)[0] for name in groups}
         states = tuple(f"{prefix}state." for prefix in beside)
         missing = wanted.keys() - stored - left_alone.keys() - converted.keys()
         apart = missing.union(left_alone, unused)
@@ -105,6 +120,7 @@ class LoadReport:
             converted=converted,
             left_alone={name: why for name, why in left_alone.items() if f"{name}." not in states},
             optimizer=tuple(name for name in stored if name in optimizer),
+            doubtful=_doubtful(wanted, groups, states, metadata),
         )
 
     def __str__(self) -> str:
@@ -125,3 +141,23 @@ def _shown(names: Collection[str]) -> str:
     reasons = names if isinstance(names, Mapping) else {}
     texts = (f"{name} ({reasons[name]})" if name in reasons else name for name in names)
     return first_few(texts, ", ", _FEW)
+
+
+def _doubtful(
+    wanted: Mapping[str, Any], groups: Sequence[str], states: tuple[str, ...], metadata: Metadata
+) -> dict[str, str]:
+    """Returns the names of optimizer state that torch's functions change after a load, and how."""
+    changes: dict[str, str] = {}
+    params = {name: wanted[name] for name in groups if name.endswith(".params")}
+    if any(isinstance(one, list) and one and isinstance(one[0], str) for one in params.values()):
+        # torch loses nothing of an optimizer's last group
+        for name, after in itertools.pairwise(params):
+            if params[name] == [] and _GROUPS.split(name)[0] == _GROUPS.split(after)[0]:
+                changes[name] = _EMPTY
+    table = table_behind(metadata)
+    if table is not None and states:
+        of_states = (name for name in wanted if name.startswith(states) and name[-5:] != ".step")
+        for name, dtype in ((name, saved_type(table, name)) for name in of_states):
+            if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+                changes[name] = f"{dtype}, {_CAST}"
+    return changes
