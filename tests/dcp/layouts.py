@@ -37,8 +37,6 @@ LAYOUTS = {
     "4 columns": Layout((4,), (Shard(1),)),
     "4 replicas": Layout((4,), (Replicate(),)),
     "2x2 blocks": Layout((2, 2), (Shard(0), Shard(1))),
-    "2x2 blocks, columns first": Layout((2, 2), (Shard(1), Shard(0))),
-    "2x2 rows of rows": Layout((2, 2), (Shard(0), Shard(0))),
     "2 replicas of 2 rows": Layout((2, 2), (Replicate(), Shard(0))),
     "2 columns, replicated": Layout((2, 2), (Shard(1), Replicate())),
 }

@@ -11,16 +11,9 @@ from typing import Any
 
 import boto3
 import botocore.config
-import pytest
 
 import cloudckpt
 from cloudckpt import CloudStorageReader, CloudStorageWriter, Config
-
-on_disk = pytest.mark.parametrize("place", ["local"], indirect=True)
-"""For what does not depend on the store."""
-
-on_s3 = pytest.mark.parametrize("place", ["s3"], indirect=True)
-"""For what leaves something behind in the store if it goes wrong, such as open uploads."""
 
 _UNFINISHED = ".cloudckpt-unfinished-"
 

@@ -163,7 +163,7 @@ def test_a_wait_that_is_over_leaves_no_mark(ranks, tmp_path):
     assert ranks(2, _marks_after_a_wait, tmp_path) == [True, True]
 
 
-_ENDS = """
+_ENDS_WHILE_A_STORE_IS_ASKED = """
 import datetime, sys, time
 import torch.distributed as dist
 from cloudckpt.dcp import meeting as arrivals
@@ -184,10 +184,51 @@ def call():
 
 call()
 """
+_ENDS_AFTER_A_COLLECTIVE = """
+import pathlib, sys, time, weakref
+import torch, torch.distributed as dist
+import cloudckpt.dcp.meeting
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+tasks = pathlib.Path("/proc/self/task")
+while sum("pt_gloo" in one.read_text() for one in tasks.glob("*/comm")) < 2:
+    time.sleep(0.01)  # they have begun
+sys.setswitchinterval(10)  # the thread of gloo gets the GIL only when this one waits
+
+def work(_):
+    sys.setswitchinterval(0.001)
+    until = time.monotonic() + 1.5  # as if it got the CPU late
+    while time.monotonic() < until:
+        pass
+
+tensor = torch.ones(1)
+kept = weakref.ref(tensor, work)
+task = dist.all_reduce(tensor, async_op=True)
+del tensor, task
+"""
 
 
-def test_an_interpreter_may_end_while_the_store_is_asked():
-    ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, timeout=250)
+_EACH_IN_A_FORK = """
+import os, sys
+import torch.distributed, cloudckpt.dcp.meeting
+
+for script in sys.argv[1:]:
+    if not (child := os.fork()):
+        exec(script)
+        sys.exit()
+    status = os.waitpid(child, 0)[1]
+    if status:
+        sys.exit(f"{status} by {script}")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are asked for by /proc")
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python ends no thread there")
+def test_an_interpreter_ends_whatever_threads_of_torch_still_do():
+    scripts = [_ENDS_WHILE_A_STORE_IS_ASKED, _ENDS_AFTER_A_COLLECTIVE]
+    command = [sys.executable, "-c", _EACH_IN_A_FORK, *scripts]
+    ended = subprocess.run(command, capture_output=True, timeout=250)
     assert (ended.returncode, b"terminate called" in ended.stderr) == (0, False), ended.stderr
 
 
@@ -196,9 +237,8 @@ def _is_freed(folder):
     group = dist.new_group()
     config = cloudckpt.Config(incremental=True)
     for step in (1, 2):
-        state = {"weight": torch.arange(4.0) + step}
         where = f"{folder}/step-{step}"
-        cloudckpt.save(state, checkpoint_id=where, process_group=group, config=config)
+        cloudckpt.save(state(), checkpoint_id=where, process_group=group, config=config)
     dist.barrier(group)
     kept = weakref.ref(group)
     dist.destroy_process_group(group)

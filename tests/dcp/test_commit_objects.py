@@ -1,21 +1,27 @@
-"""Reading metadata takes few requests, and one rank's reading serves others."""
+"""Whether there is a checkpoint, and what it consists of: few requests, and no wrong answer."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import cloudckpt
 from cloudckpt.checkpoint import committed
-from cloudckpt.errors import CheckpointCorruptError, UnsupportedValueError
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ServerError,
+)
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
+from support.faulty_store import FaultyStore
 
 from .places import Place
 from .values import assert_same, blank_like, numbered
@@ -30,50 +36,87 @@ def saved(local) -> Place:
 
 
 @pytest.fixture
-def requests(saved, monkeypatch) -> list[tuple[str, str]]:
-    """Those that are sent for objects of the checkpoint."""
-    store, sent = open_store(CheckpointURI.parse(saved.uri), saved.config), []
-
-    def noting(verb, usual, key, *args, **kwargs):
-        sent.append((verb, key.rpartition("/")[2]))
-        return usual(key, *args, **kwargs)
-
-    for verb in ("head", "get", "get_range"):
-        monkeypatch.setattr(store, verb, partial(noting, verb, getattr(store, verb)), raising=False)
-    return sent
+def faulty(local, monkeypatch) -> FaultyStore:
+    """Counts what is asked of the store of the place, and can be told to fail."""
+    store = FaultyStore(open_store(CheckpointURI.parse(local.uri), local.config))
+    for module in ("api", "dcp.reader"):
+        monkeypatch.setattr(f"cloudckpt.{module}.open_store", lambda *_: store)
+    return store
 
 
-def test_metadata_take_two_requests(saved, requests):
+# ---- whether there is one
+
+
+def test_asking_whether_there_is_one_logs_nothing_and_takes_one_request(s3, caplog):
+    store = open_store(CheckpointURI.parse(s3.uri), s3.config)
+    requests, inner = [], store.exchange
+    store.exchange = lambda method, url, *args, **kw: (
+        requests.append((method, url)) or inner(method, url, *args, **kw)
+    )
+    try:
+        with caplog.at_level(logging.DEBUG, "cloudckpt"):
+            assert not cloudckpt.exists(s3.uri, config=s3.config)
+        assert [r for r in caplog.records if r.levelno >= logging.INFO] == []
+        assert len(requests) == 1
+        s3.save(STATE)
+        requests.clear()
+        assert cloudckpt.exists(s3.uri, config=s3.config)
+        assert len(requests) == 1
+    finally:
+        del store.exchange
+
+
+@pytest.mark.parametrize("error", [AccessDeniedError, ServerError])
+def test_a_store_that_does_not_answer_says_nothing_of_a_checkpoint(error, local, faulty):
+    faulty.fail("get_range", error, calls=range(1, 20))
+    with pytest.raises(error):
+        cloudckpt.exists(local.uri, config=local.config)
+
+
+def test_the_last_checkpoints_beneath_a_run_are_named(local):
+    for step in (5, 200, 1000, 30, 7, 9):
+        local.at(f"step-{step}").save(STATE)
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        local.load(STATE)
+    assert caught.value.uri == local.uri
+    named = [step for step in (5, 200, 1000, 30, 7, 9) if f"/step-{step}" in str(caught.value)]
+    assert named == [200, 1000, 30, 9]
+
+
+def test_a_listing_that_is_refused_is_no_matter(local, faulty):
+    local.at("step-1").save(STATE)
+    faulty.fail("list", AccessDeniedError)
+    with pytest.raises(CheckpointNotFoundError):
+        local.load(STATE)
+
+
+# ---- what it consists of
+
+
+def test_metadata_take_two_requests(saved, faulty):
     saved.reader().read_metadata()
-    assert requests == [("head", ".metadata"), ("get_range", ".metadata")]
+    assert faulty.calls == Counter(head=1, get_range=1)
 
 
 @pytest.mark.parametrize(("tail", "count"), [(10_000, 2), (100, 3)], ids=["in it", "longer"])
-def test_of_large_metadata_only_the_end_is_read(saved, requests, monkeypatch, tail, count):
-    """A body that is longer than what is read at first takes one more request."""
-    cloudckpt.save(
-        {f"t{number}": numbered(3, first=number) for number in range(500)}, checkpoint_id=saved.uri
-    )
-    requests.clear()
+def test_of_large_metadata_only_the_end_is_read(local, faulty, monkeypatch, tail, count):
+    """A body that is longer than what is read at first takes one more request.
+
+    A verification finds damage in what only other readers read.
+    """
+    local.save({f"t{number}": numbered(3, first=number) for number in range(500)})
+    changed(local, lambda data: data[:12_345] + bytes([data[12_345] ^ 1]) + data[12_346:])
+    faulty.calls.clear()
     monkeypatch.setattr(committed, "_TAIL", tail)
-    reader = saved.reader()
-    metadata = reader.read_metadata()
-    assert len(metadata.state_dict_metadata) == 500
-    assert len(requests) == count
-    assert len(reader.packed()) < len(saved.read(".metadata")) / 2
-
-
-def test_a_planner_that_adds_fields_to_the_metadata_is_refused(saved):
-    class Own(DefaultSavePlanner):
-        def create_global_plan(self, all_plans):
-            plans, metadata = super().create_global_plan(all_plans)
-            metadata.mcore_data = {"kept": [1, 2]}
-            return plans, metadata
-
-    with pytest.raises(UnsupportedValueError, match="the planner's metadata") as caught:
-        cloudckpt.save(STATE, checkpoint_id=saved.uri, planner=Own())
-    assert caught.value.uri == saved.uri
-    assert cloudckpt.verify(saved.uri).has_checksums  # what was there before
+    reader = local.reader()
+    assert len(reader.read_metadata().state_dict_metadata) == 500
+    assert faulty.calls.total() == count
+    assert len(reader.packed()) < len(local.read(".metadata")) / 2
+    local.load(loaded := {"t7": torch.zeros(3)})
+    assert_same(loaded["t7"], numbered(3, first=7))
+    with pytest.raises(CheckpointCorruptError, match="readers other than cloudckpt") as caught:
+        cloudckpt.verify(local.uri)
+    assert caught.value.uri.endswith("/.metadata")
 
 
 def changed(place: Place, change: Callable[[bytes], bytes]) -> None:
@@ -82,21 +125,6 @@ def changed(place: Place, change: Callable[[bytes], bytes]) -> None:
         file.seek(0)
         file.truncate()
         file.write(data)
-
-
-@pytest.mark.parametrize("at", [-1, -2, -12, -20])
-def test_a_damaged_end_does_not_make_metadata_those_of_another_writer(saved, at):
-    """They would be read without checksums, and without the notes."""
-    changed(saved, lambda data: data[: len(data) + at] + b"\xee" + data[len(data) + at + 1 :])
-    with pytest.raises(CheckpointCorruptError):
-        cloudckpt.load(blank_like(STATE), checkpoint_id=saved.uri)
-
-
-@pytest.mark.parametrize("cut", [1, 20, 56, 100])
-def test_metadata_that_are_cut_off_behind_torchs_part_are_damaged(saved, cut):
-    changed(saved, lambda data: data[:-cut])
-    with pytest.raises(CheckpointCorruptError):
-        cloudckpt.load(blank_like(STATE), checkpoint_id=saved.uri)
 
 
 @pytest.mark.parametrize("tail", [100, 1 << 20])
@@ -120,21 +148,3 @@ def test_metadata_that_a_user_has_changed_lead_to_the_same_bytes(saved):
     reader.set_up_storage_reader(changed, True)
     (found,) = reader.places_in(changed).wholes([MetadataIndex("w", (0, 0))])
     assert found.nbytes == places[MetadataIndex("w", (0, 0))].length
-
-
-def test_a_verification_finds_damage_in_what_only_other_readers_read(saved, monkeypatch):
-    cloudckpt.save(
-        {f"t{number}": numbered(3, first=number) for number in range(500)}, checkpoint_id=saved.uri
-    )
-    monkeypatch.setattr(committed, "_TAIL", 10_000)
-    with open(f"{saved.path}/.metadata", "r+b") as file:
-        file.seek(12_345)
-        byte = file.read(1)[0]
-        file.seek(12_345)
-        file.write(bytes([byte ^ 1]))
-    loaded = {"t7": torch.zeros(3)}
-    cloudckpt.load(loaded, checkpoint_id=saved.uri)
-    assert_same(loaded["t7"], numbered(3, first=7))
-    with pytest.raises(CheckpointCorruptError, match="readers other than cloudckpt") as caught:
-        cloudckpt.verify(saved.uri)
-    assert caught.value.uri.endswith("/.metadata")

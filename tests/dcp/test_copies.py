@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, SavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -123,27 +123,6 @@ def test_what_differs_between_ranks_is_named_once(kind, ranks, local):
     first, *others = ranks(4, _told_of, local, kind, drawn)
     assert first == told
     assert others == [[set()] * len(drawn)] * 3  # the coordinator tells it
-
-
-def _refused(place: Place, kind, unlike: set[str]) -> tuple:
-    save_plan.forget()
-    for known in (False, True):
-        if known:
-            _save(kind, _state(0, set()), place.at("known"))
-        with pytest.raises((KeyCollisionError, CheckpointException)) as caught:
-            _save(kind, _state(1, unlike), place.at("unlike"))
-        error = caught.value
-        if kind == "torch":  # torch's error, which has those of the ranks
-            [(error, _)] = error.failures.values()
-        assert _named(str(error)) == unlike
-    return error.item
-
-
-@pytest.mark.parametrize("kind", ["save", "torch"])
-def test_a_difference_is_an_error_on_all_ranks_if_it_is_to_be_one(kind, ranks, local):
-    place = local.having(replicas="refuse")
-    assert ranks(4, _refused, place, kind, {"hybrid", "text"}) == ["text"] * 4
-    assert not local.at("unlike").names()
 
 
 def test_what_is_trusted_is_not_compared(ranks, local):

@@ -1,16 +1,22 @@
-"""What saving and loading tell while they do it."""
+"""What saves and loads report: events, log lines, a progress bar, OpenTelemetry spans."""
 
 import io
 import logging
 import sys
+import time
 
 import pytest
+import torch
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import events
 from cloudckpt.config import MIB
-from cloudckpt.errors import ServerError
+from cloudckpt.errors import ServerError, ThrottledError
 from cloudckpt.transfer import stats as stats_module
 from cloudckpt.transfer.stats import TransferStats
 
@@ -20,51 +26,41 @@ PATIENCE = 150.0
 
 
 @pytest.fixture
-def heard():
-    found: list[events.Event] = []
-    unsubscribe = events.subscribe(found.append)
-    yield found
-    unsubscribe()
+def provider(monkeypatch):
+    """A provider of spans; the global one can be set only once in a process."""
+    made = TracerProvider()
+    monkeypatch.setattr(trace, "get_tracer", made.get_tracer)
+    events._tracer.cache_clear()
+    yield made
+    made.shutdown()
+    events._tracer.cache_clear()
 
 
-def phases(found) -> list[str]:
-    return [event.phase for event in found if event.phase != "progress"]
+@pytest.fixture
+def spans(provider):
+    exporter = InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return exporter.get_finished_spans
 
 
-@pytest.mark.parametrize("kind", AsyncCheckpointerType)
-def test_an_asynchronous_save_has_a_timeline(local, kind):
-    future = cloudckpt.async_save(
-        {"t": numbered(1000)},
-        checkpoint_id=local.uri,
-        config=local.config,
-        async_checkpointer_type=kind,
-    )
-    future.result(PATIENCE)
-    assert phases(future.timeline.events) == ["stage", "plan", "upload", "commit"]
-    table = future.timeline.table()
-    assert all(phase in table for phase in ("stage", "plan", "upload", "commit"))
-
-
-def test_retries_and_throttling_are_told(heard):
-    stats = TransferStats("memory://x/run", 3)
-    stats.add_retry(ServerError("inside"))
-    stats.add_retry(cloudckpt.errors.ThrottledError("slow down"))
-    assert [(event.phase, event.rank, event.detail) for event in heard] == [
-        ("retry", 3, "ServerError"),
-        ("throttle", 3, "ThrottledError"),
-    ]
-
-
-def test_progress_is_told_some_times_a_second(heard, monkeypatch):
+def test_failed_tries_reach_all_listeners_and_progress_those_that_want_it(monkeypatch):
     monkeypatch.setattr(stats_module, "_BETWEEN_EVENTS", 0.0)
-    stats = TransferStats("memory://x/run", 0, total=3 * MIB)
-    for _ in range(3):
+    heard: dict[bool, list[events.Event]] = {False: [], True: []}
+    ends = [events.subscribe(heard[False].append, progress=False)]
+    assert not events.has_listeners()  # no event of progress is made
+    ends.append(events.subscribe(heard[True].append))
+    stats = TransferStats("memory://x/run", 3, total=2 * MIB)
+    for _ in range(2):
         stats.add_bytes(MIB)
-    assert [(event.nbytes, event.total) for event in heard] == [
-        (MIB, 3 * MIB),
-        (2 * MIB, 3 * MIB),
-        (3 * MIB, 3 * MIB),
-    ]
+    stats.add_retry(ServerError("inside"))
+    stats.add_retry(ThrottledError("slow down"))
+    for end in ends:
+        end()
+    tries = [("retry", 3, "ServerError"), ("throttle", 3, "ThrottledError")]
+    assert [(event.phase, event.rank, event.detail) for event in heard[False]] == tries
+    moved = [(event.nbytes, event.total) for event in heard[True][:2]]
+    assert moved == [(MIB, 2 * MIB), (2 * MIB, 2 * MIB)]
+    assert heard[True][2:] == heard[False]
 
 
 def test_a_listener_that_fails_harms_nothing(local, caplog):
@@ -91,27 +87,12 @@ def test_each_subscription_ends_alone():
     assert found == [event]
 
 
-def test_who_wants_no_progress_is_told_of_none_and_causes_none(monkeypatch):
-    monkeypatch.setattr(stats_module, "_BETWEEN_EVENTS", 0.0)
-    found: list[events.Event] = []
-    unsubscribe = events.subscribe(found.append, progress=False)
-    try:
-        assert not events.has_listeners()
-        stats = TransferStats("memory://x/run", 0)
-        stats.add_bytes(MIB)
-        stats.add_retry(ServerError("inside"))
-    finally:
-        unsubscribe()
-    assert phases(found) == ["retry"]
-    assert len(found) == 1
-
-
 def test_events_are_logged(local, caplog):
     caplog.set_level(logging.DEBUG, "cloudckpt.events")
     local.save({"t": numbered(10)})
-    told = [record for record in caplog.records if record.name == "cloudckpt.events"]
-    assert [record.cloudckpt_event.phase for record in told] == ["plan", "upload", "commit"]
-    assert local.uri in told[0].getMessage()
+    logged = [record for record in caplog.records if record.name == "cloudckpt.events"]
+    assert [record.cloudckpt_event.phase for record in logged] == ["plan", "upload", "commit"]
+    assert local.uri in logged[0].getMessage()
 
 
 class Terminal(io.StringIO):
@@ -125,3 +106,40 @@ def test_a_progress_bar_shows_what_was_saved(local, monkeypatch):
     with events.progress_bar():
         local.save({"t": numbered(10)})
     assert "rank 0" in sys.stderr.getvalue()
+
+
+def test_a_save_and_a_load_make_spans(local, spans):
+    began = time.time_ns()
+    local.save({"t": numbered(1000)})
+    local.load({"t": torch.zeros(1000)})
+    ended = time.time_ns()
+    names = [span.name.removeprefix("cloudckpt.") for span in spans()]
+    assert names == ["plan", "upload", "commit", "load", "verify"]
+    for name, span in zip(names, spans(), strict=True):
+        assert span.attributes["cloudckpt.uri"] == local.uri
+        assert span.attributes["cloudckpt.rank"] == 0
+        assert began - 1e6 < span.start_time <= span.end_time <= ended
+        assert name in ("plan", "commit") or span.attributes["cloudckpt.bytes"] >= 4000
+    assert spans()[0].end_time <= spans()[2].start_time
+
+
+@pytest.mark.parametrize("kind", AsyncCheckpointerType)
+def test_a_background_save_has_a_timeline_and_spans_beneath_that_of_the_caller(
+    kind, local, provider, spans
+):
+    with provider.get_tracer("training").start_as_current_span("step") as step:
+        future = cloudckpt.async_save(
+            {"t": numbered(1000)},
+            checkpoint_id=local.uri,
+            config=local.config,
+            async_checkpointer_type=kind,
+        )
+    future.result(PATIENCE)
+    phases = ["stage", "plan", "upload", "commit"]
+    timeline = future.timeline
+    assert [one.phase for one in timeline.events if one.phase != "progress"] == phases
+    assert all(phase in timeline.table() for phase in phases)
+    own = step.get_span_context().span_id
+    beneath = {span.name for span in spans() if span.parent and span.parent.span_id == own}
+    assert beneath == {f"cloudckpt.{phase}" for phase in phases}
+    assert len(spans()) == 1 + len(phases)

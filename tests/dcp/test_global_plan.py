@@ -122,10 +122,7 @@ def by_torch(plans, lowest):
 
 
 def records_of(plans):
-    found = []
-    for plan in plans:
-        found.append(Record.parse(record_of(plan, Structure(), CRC32C), URI))
-    return found
+    return [Record.parse(record_of(plan, Structure(), CRC32C), URI) for plan in plans]
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,7 @@ class Remembering(AbstractFileSystem):
         self._place = place
 
     def ls(self, path: str = "", detail: bool = False, **kwargs) -> list:
-        if path not in self.dircache:
-            self.dircache[path] = [{"name": name} for name in self._place.names()]
-        entries = self.dircache[path]
-        return entries if detail else [entry["name"] for entry in entries]
+        return self.dircache.setdefault(path, self._place.names())
 
     def invalidate_cache(self, path: str | None = None) -> None:
         self.dircache.clear()
@@ -46,6 +43,7 @@ def listing(s3, tmp_path, monkeypatch):
     assert made.ls() == []
     yield made
     Derived.clear_instance_cache()
+    cloudckpt.checkpointer.close_async_savers()
 
 
 def _state() -> dict:
@@ -65,13 +63,6 @@ def _in_a_process(place: Place) -> None:
     ).result(_PATIENCE)
 
 
-@pytest.fixture
-def _closed():
-    yield
-    cloudckpt.checkpointer.close_async_savers()
-
-
-@pytest.mark.usefixtures("_closed")
 @pytest.mark.parametrize("save", [_in_a_process, _in_a_stock_thread])
 def test_a_new_checkpoint_is_listed_and_a_replaced_one_is_not(save, listing, installed, s3):
     save(s3)

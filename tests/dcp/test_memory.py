@@ -6,8 +6,8 @@ import torch
 
 import cloudckpt
 from cloudckpt import Config
+from support.forks import child
 
-from .children import in_a_child
 from .places import Place
 
 MIB = 1024 * 1024
@@ -67,7 +67,8 @@ def _growth(place: Place) -> dict[str, int]:
 
 def test_memory_stays_within_the_budget_in_saves_and_loads_of_all_kinds(local):
     place = local.having(memory_budget=_BUDGET)
-    growth = in_a_child("spawn", _growth, place, deadline=250)
+    with child(_growth, patience=250.0, place=place) as running:
+        _, growth = running.wait()
     assert len(growth) == 8
     assert max(growth.values()) <= _BUDGET + 16 * MIB, {k: v // MIB for k, v in growth.items()}
 

@@ -32,11 +32,11 @@ def _as_a_child(place: Place) -> bool:
     return _save_and_load(place.at("child"), 1000)
 
 
-def test_a_forked_child_saves_and_loads_after_its_parent_has(place):
-    assert _save_and_load(place.at("parent"), 1)
-    assert in_a_child("fork", _as_a_child, place)
-    assert _save_and_load(place.at("parent"), 2)  # its connections are still its own
-    _check(place.at("child"), 1000)
+def test_a_forked_child_saves_and_loads_after_its_parent_has(s3):
+    assert _save_and_load(s3.at("parent"), 1)
+    assert in_a_child("fork", _as_a_child, s3)
+    assert _save_and_load(s3.at("parent"), 2)  # its connections are still its own
+    _check(s3.at("child"), 1000)
 
 
 def _without_threads_of_torch(uri: str) -> bool:

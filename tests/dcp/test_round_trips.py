@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from .places import Place, on_disk
+from .places import Place
 from .values import assert_same, numbered
 
 # ---- ShardedTensor
@@ -53,11 +53,10 @@ def _load_sharded(place: Place) -> None:
         assert_same(mine.tensor, theirs.tensor)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
-@on_disk
-def test_a_sharded_tensor_loads_on_another_number_of_ranks(before, after, place, ranks):
-    ranks(before, _save_sharded, place)
-    ranks(after, _load_sharded, place)
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
+def test_a_sharded_tensor_loads_on_another_number_of_ranks(before, after, local, ranks):
+    ranks(before, _save_sharded, local)
+    ranks(after, _load_sharded, local)
 
 
 # ---- FSDP2, with an optimizer
@@ -126,16 +125,14 @@ _UNEVEN, _EVEN = 11, 12  # rows of the larger layer; tensor parallelism wants th
 @pytest.mark.parametrize(
     ("before", "after", "width"),
     [
-        (("FSDP", 2), ("FSDP", 4), _UNEVEN),
-        (("FSDP", 4), ("plain", 1), _UNEVEN),
+        (("FSDP", 2), ("plain", 1), _UNEVEN),
         (("FSDP and TP", 4), ("FSDP", 3), _EVEN),
         (("FSDP", 2), ("FSDP and TP", 4), _EVEN),
     ],
     ids=lambda side: side if isinstance(side, int) else f"{side[0]} on {side[1]}",
 )
-@on_disk
-def test_a_model_and_its_adam_resume_resharded(before, after, width, place, ranks):
-    saved = ranks(before[1], _save_trained, before[0], width, place)[0]
-    loaded = ranks(after[1], _load_trained, after[0], width, place)[0]
+def test_a_model_and_its_adam_resume_resharded(before, after, width, local, ranks):
+    saved = ranks(before[1], _save_trained, before[0], width, local)[0]
+    loaded = ranks(after[1], _load_trained, after[0], width, local)[0]
     assert len(saved["optimizer"]["state"]) == 3
     assert_same(loaded, saved)

@@ -1,6 +1,7 @@
-"""Ranks that want the same bytes read them from the store once."""
+"""Ranks that want the same bytes read them from the store once.
 
-import os
+What becomes of a rank that fails or dies meanwhile: see tests/transfer/test_sharing.
+"""
 
 import pytest
 import torch
@@ -8,10 +9,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import cloudckpt
-from cloudckpt.dcp import loading
-from cloudckpt.stores.registry import open_store
-from cloudckpt.uri import CheckpointURI
-from support.ranks import RanksDiedError
 
 from .values import assert_same
 
@@ -41,9 +38,9 @@ def all_load_the_same(place):
 @pytest.mark.parametrize("shared_reads", ["auto", "host"])
 def test_replicated_tensors_leave_the_store_once(ranks, s3, shared_reads):
     unique = sum(value.nbytes for value in whole().values())
-    read = ranks(4, all_load_the_same, s3.having(shared_reads=shared_reads))
+    read = ranks(3, all_load_the_same, s3.having(shared_reads=shared_reads))
     assert unique <= sum(read) <= 1.05 * unique
-    assert max(read) <= 0.5 * unique
+    assert max(read) <= 0.6 * unique
 
 
 def mixed_options(place):
@@ -70,35 +67,3 @@ def mixed_planners(place, where):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_planner_of_ones_own_may_be_on_one_rank_only(ranks, local, rank):
     assert ranks(2, mixed_planners, local, rank) == [True, True]
-
-
-def load_while_one_dies(place):
-    if dist.get_rank() == 1:
-        store = open_store(CheckpointURI.parse(place.uri), place.config)
-        store.get_range = lambda *_, **__: os._exit(1)
-    place.load(empty(whole()))
-
-
-def test_if_a_rank_dies_amid_the_reading_all_others_end(ranks, s3):
-    s3.save(whole())
-    with pytest.raises(RanksDiedError):
-        ranks(4, load_while_one_dies, s3, deadline=60)
-
-
-def load_while_one_lacks(place, function):
-    def lack(*_, **__):
-        raise MemoryError("no memory for this")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(loading, function, lack)
-        place.load(empty(whole()))
-
-
-@pytest.mark.parametrize("function", ["plan_shares", "ring_allgather"])
-def test_if_one_rank_raises_before_it_passes_anything_on_no_other_waits(ranks, local, function):
-    local.save(whole())
-    told = ranks.errors(4, load_while_one_lacks, local, function)
-    assert type(told[1]) is MemoryError
-    others = {type(error) for rank, error in enumerate(told) if rank != 1}
-    assert others == {cloudckpt.errors.ProcessGroupError}

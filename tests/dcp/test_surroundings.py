@@ -1,35 +1,11 @@
-"""Names of places, and modes of torch that a caller may be in."""
-
-import pathlib
+"""Modes of torch that a caller may be in."""
 
 import pytest
 import torch
 
-import cloudckpt
-from cloudckpt.uri import CheckpointURI
-
 from .children import in_a_child
 from .places import Place
-from .values import assert_same, numbered
-
-NAMES = ["a b+c", "100%", "a%20b", "käse-文", "k=v&x", "~ (1)[2]{3}", 'quote\'s "here"', "c:d@e*,;"]
-
-
-@pytest.mark.parametrize("name", [*NAMES, "dots..", ".hidden", "what?", "hash#1"])
-def test_a_folder_may_be_called(name, local):
-    path = pathlib.Path(local.path) / name
-    state = {"t": numbered(10)}
-    for where in (str(path), path, path.as_uri(), CheckpointURI.parse(path)):
-        cloudckpt.save(state, checkpoint_id=where)
-        loaded = {"t": torch.zeros(10)}
-        cloudckpt.load(loaded, checkpoint_id=where)
-        assert_same(loaded, state)
-    assert (path / ".metadata").is_file()
-    assert [folder.name for folder in pathlib.Path(local.path).iterdir()] == [name]
-
-
-# ---- modes of torch
-
+from .values import assert_same
 
 MODES = {
     "no_grad": lambda: torch.no_grad().__enter__(),

@@ -33,10 +33,11 @@ def blank_like(value: Any) -> Any:
 
 
 def assert_same(actual: Any, expected: Any, name: str = "") -> None:
-    """Same types, dtypes, shapes and bits, all the way down."""
+    """Same types, dtypes, devices, shapes and bits, all the way down; of DTensors, on this rank."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(actual, torch.Tensor), f"{name} is a {type(actual)}"
         assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} != {expected.dtype}"
+        assert actual.device == expected.device, f"{name}: {actual.device} != {expected.device}"
         assert actual.shape == expected.shape, f"{name}: {actual.shape} != {expected.shape}"
         here, there = _bits(actual), _bits(expected)
         if not torch.equal(here, there):
@@ -60,5 +61,6 @@ def assert_same(actual: Any, expected: Any, name: str = "") -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().as_subclass(torch.Tensor)
     return plain.reshape(-1).view(torch.uint8)

@@ -25,12 +25,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cloudckpt
 from cloudckpt import BackgroundOptions, Config
+from dcp.values import assert_same
 
 MIB = 2**20
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
@@ -72,47 +75,26 @@ class Accelerator:
         return float(start.elapsed_time(end)) / 1000
 
 
-def bits(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, on the CPU."""
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
-
-
-def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a nested state, by their paths."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            yield from leaves(value, f"{name}.{key}")
-    elif isinstance(state, list | tuple):
-        for number, value in enumerate(state):
-            yield from leaves(value, f"{name}[{number}]")
-    else:
-        yield name, state
-
-
 def differences(found: Any, expected: Any) -> list[str]:
-    """What is not the same to the bit, or not on the same device."""
-    here, there = dict(leaves(found)), dict(leaves(expected))
-    wrong = [f"{name} is missing" for name in there.keys() ^ here.keys()]
-    for name, value in there.items():
-        other = here.get(name)
-        if not isinstance(value, torch.Tensor):
-            wrong += [name] if other != value else []
-        elif not isinstance(other, torch.Tensor) or other.dtype != value.dtype:
-            wrong.append(f"{name}: another dtype")
-        elif other.device.type != value.device.type:
-            wrong.append(f"{name}: on {other.device}")
-        elif not torch.equal(bits(other), bits(value)):
-            wrong.append(f"{name}: other bits")
-    return wrong
+    """What is not the same to the bit and on the same device; the first of it."""
+    try:
+        assert_same(found, expected)
+    except AssertionError as error:
+        return [str(error)]
+    return []
 
 
 def size_of(state: Any) -> int:
-    return sum(
-        v.numel() * v.element_size() for _, v in leaves(state) if isinstance(v, torch.Tensor)
-    )
+    return sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+
+
+def blank(state: Any) -> Any:
+    """The same structure and places, without the values."""
+
+    def zeros(leaf: Any) -> Any:
+        return torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)()
+
+    return tree_map(zeros, state)
 
 
 class Report:
@@ -139,17 +121,6 @@ class Report:
         ]
         lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
         return "\n".join([*lines, *self.wrong])
-
-
-def blank(state: Any) -> Any:
-    """The same structure and places, without the values."""
-    if isinstance(state, dict):
-        return {key: blank(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(blank(value) for value in state)
-    if isinstance(state, torch.Tensor):
-        return torch.zeros_like(state)
-    return type(state)()
 
 
 def of_each_kind(device: str) -> dict[str, Any]:
