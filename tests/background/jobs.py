@@ -11,7 +11,7 @@ from faults.states import filled
 
 from .saves import PATIENCE
 
-__all__ = ["config_for", "save_and_stand_still", "save_on_and_on"]
+__all__ = ["config_for", "save_and_stand_still"]
 
 
 def config_for(endpoint: str) -> Config:
@@ -23,26 +23,6 @@ def config_for(endpoint: str) -> Config:
         retry=RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0),
         s3=S3Options(endpoint_url=endpoint, addressing_style="path"),
     )
-
-
-def save_on_and_on(uri: str, endpoint: str, family: str, log: str, first: int, nbytes: int) -> None:
-    """Saves step after step, in a process beside it, until it is killed.
-
-    Args:
-        uri: Where to, again and again.
-        endpoint: The way there.
-        family: A name in the environment of all processes that are begun here.
-        log: A file to which the steps are written that were saved.
-        first: The first step.
-        nbytes: The size of a state dict.
-    """
-    os.environ["FAMILY"] = family
-    with AsyncSaver(no_dist=True, kind=AsyncCheckpointerType.PROCESS) as saver:
-        for step in range(first, first + 1000):
-            writer = CloudStorageWriter(uri, config=config_for(endpoint))
-            saver.save(filled(step, nbytes), writer).written.result(PATIENCE)
-            with open(log, "a") as file:
-                file.write(f" {step}")
 
 
 def save_and_stand_still(uri: str, family: str, endpoint: str, nbytes: int) -> None:

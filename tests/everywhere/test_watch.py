@@ -145,12 +145,10 @@ def test_what_is_committed_late_replaced_or_saved_again_is_told(store) -> None:
     async def watch() -> None:
         watched = Watched(store)
         assert await watched.told(10) == [*range(10, 20)]
-        await watched.nothing()
-        store.commit(19)  # the newest is replaced
-        assert await watched.told_after_all() == 19
-        await watched.nothing()
-        store.commit(5)  # a torn one becomes whole
-        assert await watched.told_after_all() == 5
+        for step in (19, 5):  # the newest is replaced, a torn one becomes whole
+            await watched.nothing()
+            store.commit(step)
+            assert await watched.told_after_all() == step
         await watched.nothing()
         store.remove(19)
         await asyncio.sleep(20 * SOON)

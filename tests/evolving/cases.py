@@ -34,10 +34,10 @@ WAYS = (
 WAYS_OF_TORCH = ("dcp.save", "dcp.save of a URI")
 """Those that know no values of each rank, nor objects within a dict."""
 
-ALONE = ("alone", "everything", "verify", "inspect", "stock alone", "stock convert", "convert")
+ALONE = ("alone", "everything", "verify", "inspect", "stock alone")
 """Checks that one rank makes by itself."""
 
-CHECKS = ("together", "placed otherwise", *ALONE, "stock together", "another group", "model")
+CHECKS = ("together", "placed otherwise", *ALONE, "stock together", "another group")
 """What is looked at behind a save."""
 
 ALWAYS = ("together", "stock alone")

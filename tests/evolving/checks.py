@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import cloudckpt
-from cloudckpt import format_utils, hf
 from cloudckpt.checkpointer import CheckpointerConfig
 from cloudckpt.errors import CheckpointNotFoundError
 from dcp.places import Place
@@ -125,39 +123,6 @@ def _stock_alone(save: Save, step: int, world: int, place: Place) -> str | None:
     return difference(room, expected, ordered=True)
 
 
-def _stock_convert(save: Save, step: int, world: int, place: Place) -> str | None:
-    with _downloaded(place) as folder, tempfile.TemporaryDirectory() as target:
-        path = os.path.join(target, "one.pt")
-        dcp_to_torch_save(folder, path)
-        found = torch.load(path, weights_only=False)
-    return difference(flat(found), flat(_whole(save, step, world)), ordered=False)
-
-
-def _convert(save: Save, step: int, world: int, place: Place) -> str | None:
-    with tempfile.TemporaryDirectory() as target:
-        path = os.path.join(target, "one.pt")
-        format_utils.dcp_to_torch_save(place.uri, path, config=place.config)
-        found = torch.load(path, weights_only=False)
-    return difference(found, _whole(save, step, world), ordered=world == 1)
-
-
-def _model(save: Save, step: int, world: int, place: Place) -> str | None:
-    """The tensors as a model in safetensors files, which replaces the one of the save before."""
-    uri = f"{place.uri}-model"
-    whole = flat(_whole(save, step, world))
-    tensors = {name: value for name, value in whole.items() if isinstance(value, torch.Tensor)}
-    names = {name for name, value in tensors.items() if value.dtype != torch.complex128}
-    if not names:
-        return None
-    room, expected = (
-        {name: value for name, value in each.items() if name in names}
-        for each in _flat_of_rank(save, step)
-    )
-    hf.save(expected, uri, config=place.config)
-    hf.load(room, uri, config=place.config)
-    return difference(room, expected, ordered=False)
-
-
 CHECK: Mapping[str, Callable[[Save, int, int, Place], str | None]] = {
     "together": _together,
     "placed otherwise": _placed_otherwise,
@@ -167,10 +132,7 @@ CHECK: Mapping[str, Callable[[Save, int, int, Place], str | None]] = {
     "inspect": _inspect,
     "stock alone": _stock_alone,
     "stock together": _stock_together,
-    "stock convert": _stock_convert,
-    "convert": _convert,
     "another group": _in_another_group,
-    "model": _model,
 }
 """By its name in `CHECKS`: what is wrong with a checkpoint; None if it is what was saved."""
 

@@ -103,8 +103,7 @@ class _Drawing:
             )
         elif self._chance(12):
             fault = Fault("unlike", names=self._some_names(state))
-        # the files of conversions are not tight
-        others = [kind for kind in CHECKS if kind not in (*ALWAYS, *["convert"] * self._tight)]
+        others = [kind for kind in CHECKS if kind not in ALWAYS]
         some = st.lists(st.sampled_from(others), min_size=1, max_size=3, unique=True)
         later = fault is None and self._chance(20)
         is_followed = fault is None and not later and self._chance(20)

@@ -122,17 +122,12 @@ def unshared(endpoint):
 LASTING = ("cloudckpt-watch",)  # over connections
 
 
-def busy_threads() -> list[str]:
-    """The threads of cloudckpt, but for those that live as long as the process."""
-    names = [thread.name for thread in threading.enumerate()]
-    return [n for n in names if n.startswith("cloudckpt") and n not in LASTING]
-
-
 @pytest.fixture(autouse=True)
 def _no_thread_stays_behind() -> Iterator[None]:
     yield
     cloudckpt.checkpointer.close_async_savers()
-    assert busy_threads() == []
+    names = [thread.name for thread in threading.enumerate()]
+    assert [n for n in names if n.startswith("cloudckpt") and n not in LASTING] == []
 
 
 @pytest.fixture

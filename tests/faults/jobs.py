@@ -9,19 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Config
 from cloudckpt.checkpointer import CheckpointerConfig
-from cloudckpt.files import load_file, save_file
-from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
 from cloudckpt.runs import Preemption
 from cloudckpt.stores.http import options as http
-from cloudckpt.transfer.retry import open_store
-from cloudckpt.uri import CheckpointURI
 
 from .states import filled
 
@@ -93,73 +88,25 @@ def save_by(road: str, run: str, config: Config, step: int, nbytes: int) -> dict
         return _outcome(save_and_wait)
 
 
-def write_model(place: str, config: Config, step: int) -> None:
-    """A model of two files and their index."""
-    state = {name: torch.full((4,), float(step)) for name in "ab"}
-    cloudckpt.hf.save(state, place, max_shard_size=16, config=config)
-
-
-def read_model(place: str, config: Config) -> int:
-    state = {"a": torch.zeros(4), "b": torch.zeros(4)}
-    cloudckpt.hf.load(state, place, config=config)
-    return int(torch.stack([*state.values()]).unique().item())
-
-
-def write_folder(place: str, config: Config, step: int) -> None:
-    """A folder of files, as torch_checkpointing does it; of a job of its own."""
-    uri = CheckpointURI.parse(place)
-    store = open_store(uri, config)
-    folders = FileFolders(store, config, job=f"{step:016x}", temporary="tmp_")
-    unfinished = f"{uri.parent.prefix}/tmp_{uri.folder}"
-    with folders.written(f"{unfinished}/step") as file:
-        file.write(b"%d" % step)
-    folders.rename_folder(unfinished, uri.prefix)
-
-
-def read_folder(place: str, config: Config) -> int:
-    uri = CheckpointURI.parse(place)
-    store = open_store(uri, config)
-    return int(FileFolders(store, config, job="f" * 16, temporary="tmp_").read(uri.key("step")))
-
-
-def write_file(place: str, config: Config, step: int) -> None:
-    """A file, which replaces the version that was read."""
-    name = f"{place}/config.json"
-    try:
-        condition: dict[str, Any] = {"if_version": load_file(name, config=config).version}
-    except FileNotFoundError:
-        condition = {"if_absent": True}
-    save_file(name, b"%d" % step, config=config, **condition)
-
-
-def read_file(place: str, config: Config) -> int:
-    return int(load_file(f"{place}/config.json", config=config))
-
-
-OTHERS = {
-    "hf": (write_model, read_model),
-    "torch_checkpointing": (write_folder, read_folder),
-    "file": (write_file, read_file),
-}
-"""What is written to a location, and its step read, on other roads than those of a state."""
-
-
-def write_by(road: str, place: str, config: Config, step: int) -> dict[str, Any]:
-    """Writes to a location."""
-    return _outcome(lambda: OTHERS[road][0](place, config, step))
-
-
 def load(uri: str, config: Config, nbytes: int) -> dict[str, Any]:
     """One load."""
     state = filled(-1, nbytes)
     return _outcome(lambda: cloudckpt.load(state, checkpoint_id=uri, config=config))
 
 
-def save_on_and_on(uri: str, config: Config, first: int, nbytes: int) -> None:
+def save_on_and_on(
+    uri: str, config: Config, first: int, nbytes: int, in_background: bool = False
+) -> None:
     """Saves step after step until it is killed; ``{step}`` in the URI is replaced."""
     for step in range(first, first + 1000):
-        state = filled(step, nbytes)
-        cloudckpt.save(state, checkpoint_id=uri.format(step=step), config=config)
+        given = {"checkpoint_id": uri.format(step=step), "config": config}
+        if in_background:
+            kind = AsyncCheckpointerType.PROCESS
+            cloudckpt.async_save(
+                filled(step, nbytes), async_checkpointer_type=kind, **given
+            ).result(150)
+        else:
+            cloudckpt.save(filled(step, nbytes), **given)
 
 
 def save_to_disk_until(uri: str, nbytes: int, fatal: int) -> None:

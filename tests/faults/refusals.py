@@ -4,9 +4,8 @@ These faults find out from a request which dialect it is in, so that a test need
 """
 
 import http.client
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from support.stubs.gcs_answers import RefusalError
 from support.wire.faults import Delay, Reset, Stall
@@ -19,51 +18,32 @@ S3 = {
     "slow down": (503, "SlowDown"),
     "too many requests": (429, "TooManyRequests"),
     "internal error": (500, "InternalError"),
-    "missing bucket": (404, "NoSuchBucket"),
     "denied": (403, "AccessDenied"),
     "key disabled": (400, "KMS.DisabledException"),
     "expired token": (400, "ExpiredToken"),
-    "unknown key": (403, "InvalidAccessKeyId"),
-    "wrong secret": (403, "SignatureDoesNotMatch"),
-    "wrong clock": (403, "RequestTimeTooSkewed"),
     "wrong region": (301, "PermanentRedirect"),
-    "no such condition": (501, "NotImplemented"),
-    "no such argument": (400, "NotImplemented"),
 }
-# trouble -> HTTP status, the JSON API's reason, message, the XML API's code
+# trouble -> HTTP status, the JSON API's reason, the XML API's code
 GOOGLE = {
-    "slow down": (503, "backendError", "Backend Error", "ServiceUnavailable"),
-    "too many requests": (
-        429,
-        "rateLimitExceeded",
-        "The object exceeded the rate limit for object mutation operations.",
-        "SlowDown",
-    ),
-    "internal error": (500, "internalError", "We encountered an internal error.", "InternalError"),
-    "missing bucket": (404, "notFound", "The specified bucket does not exist.", "NoSuchBucket"),
-    "denied": (
-        403,
-        "forbidden",
-        "somebody@example.com does not have storage.objects.create access.",
-        "AccessDenied",
-    ),
-    "key disabled": (400, "invalid", "The Cloud KMS key is disabled.", "InvalidArgument"),
-    "expired token": (401, "authError", "Invalid Credentials", "AuthenticationRequired"),
-    "no such condition": (501, "notImplemented", "Not implemented", "NotImplemented"),
-    "no such argument": (400, "invalid", "Invalid argument.", "InvalidArgument"),
+    "slow down": (503, "backendError", "ServiceUnavailable"),
+    "too many requests": (429, "rateLimitExceeded", "SlowDown"),
+    "internal error": (500, "internalError", "InternalError"),
+    "denied": (403, "forbidden", "AccessDenied"),
+    "key disabled": (400, "invalid", "InvalidArgument"),
+    "expired token": (401, "authError", "AuthenticationRequired"),
 }
 # trouble -> HTTP status and code
 AZURE = {
     "slow down": (503, "ServerBusy"),
     "too many requests": (429, "TooManyRequests"),
     "internal error": (500, "InternalError"),
-    "missing bucket": (404, "ContainerNotFound"),
     "denied": (403, "AuthorizationPermissionMismatch"),
     "key disabled": (403, "KeyVaultEncryptionKeyNotFound"),
     "expired token": (403, "AuthenticationFailed"),
-    "wrong secret": (403, "AuthenticationFailed"),
 }
-TROUBLES = {"s3": S3, "plain s3": S3, "google": GOOGLE, "azure": AZURE}
+
+
+_WORDS = "Injected by a test."
 
 
 def _s3(request: Request, trouble: str) -> Answer:
@@ -71,11 +51,12 @@ def _s3(request: Request, trouble: str) -> Answer:
     headers: Headers = (("Content-Type", "application/xml"),)
     if trouble == "wrong region":
         headers += (("x-amz-bucket-region", "eu-north-1"),)
-    return Answer(status, "", headers, _xml(code, "injected by a test"))
+    return Answer(status, "", headers, _xml(code, _WORDS))
 
 
 def _google(request: Request, trouble: str) -> Answer:
-    refusal = RefusalError(*GOOGLE[trouble])
+    status, reason, code = GOOGLE[trouble]
+    refusal = RefusalError(status, reason, _WORDS, code)
     if not request.target.startswith(("/storage/", "/upload/", "/download/")):
         answer = refusal.as_xml()
     else:
@@ -85,7 +66,7 @@ def _google(request: Request, trouble: str) -> Answer:
 
 def _azure(request: Request, trouble: str) -> Answer:
     status, code = AZURE[trouble]
-    message = "Injected by a test.\nRequestId:1\nTime:2026-01-01T00:00:00Z"
+    message = f"{_WORDS}\nRequestId:1\nTime:2026-01-01T00:00:00Z"
     headers = (("Content-Type", "application/xml"), ("x-ms-error-code", code))
     return Answer(status, "", headers, _xml(code, message))
 
@@ -164,45 +145,14 @@ class AnswerFirst(Fault):
         self.kept.append(hop)
 
 
-@dataclass(frozen=True)
-class NoTag(Fault):
-    """Carries the request out, and names no ETag in the answer: neither in its head nor body."""
-
-    def inflict(self, hop: Hop) -> None:
-        answer = hop.forward()
-        headers = tuple(field for field in answer.headers if field[0].lower() != "etag")
-        body = re.sub(rb"<ETag>.*?</ETag>", b"<ETag></ETag>", answer.body)
-        hop.send(replace(answer, headers=headers, body=body))
-
-
-def slow_down(retry_after: int | None = None) -> Refusal:
-    """Too much at once: 503."""
-    return Refusal("slow down", retry_after)
-
-
-def too_many_requests(retry_after: int | None = None) -> Refusal:
-    """Too much at once: 429."""
-    return Refusal("too many requests", retry_after)
-
-
-def internal_error(*, carry_out: bool = False) -> Refusal:
-    """The store's own failure: 500."""
-    return Refusal("internal error", carry_out=carry_out)
-
-
-def denied() -> Refusal:
-    """These credentials may not do that: 403."""
-    return Refusal("denied")
-
-
 COMMON = {
     "reset": Reset("request"),
     "lost answer": Reset("answer"),
-    "slow down": slow_down(retry_after=0),
-    "internal error": internal_error(),
-    "too many requests": too_many_requests(),
+    "slow down": Refusal("slow down", retry_after=0),
+    "internal error": Refusal("internal error"),
+    "too many requests": Refusal("too many requests"),
     "late answer": Delay(0.2),
-    "denied": denied(),
+    "denied": Refusal("denied"),
     "stall before the answer": Stall("answer"),
 }
 """What any request of a save or a load may meet."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 
 import cloudckpt
-from cloudckpt.checkpoint.file_folder import MANIFEST
 from cloudckpt.checkpoint.objects import CLAIM
 from cloudckpt.errors import CheckpointConflictError, CheckpointExistsError, ConfigError
 from cloudckpt.runs import Preemption
@@ -23,23 +22,15 @@ from .selection import everywhere, on
 from .states import SMALL, filled, impatient, load_step
 
 CONDITIONS = ("If-Match", "If-None-Match", "ifGenerationMatch")  # headers, and Google's parameter
-# what a store takes no notice of
-IGNORED = {
-    "both": ["If-Match", "If-None-Match"],
-    "If-Match": ["If-Match"],
-    "If-None-Match": ["If-None-Match"],
-}
 
 
 def is_conditional(request: Request) -> bool:
     return any(request.header(name) or name in request.query for name in CONDITIONS)
 
 
-def ignoring(dialect: str, ignored: str) -> Fault:
+def ignoring(dialect: str) -> Fault:
     """A store that takes no notice of conditions."""
-    if dialect == "google":
-        return StripQuery(["ifGenerationMatch"])
-    return StripHeaders(IGNORED[ignored])
+    return StripQuery(CONDITIONS[2:]) if dialect == "google" else StripHeaders(CONDITIONS[:2])
 
 
 @pytest.fixture
@@ -101,40 +92,6 @@ class TestRaces:
         assert key not in store.objects()
 
     @everywhere()
-    def test_of_many_writers_at_once_exactly_one_wins(self, place, store, proxy, shaky, direct):
-        writers = 4
-        together = threading.Barrier(writers)
-        one_at_a_time = threading.Lock()  # moto looks and writes in two steps, S3 in one
-
-        @dataclass(frozen=True)
-        class AllTogether(Fault):
-            def inflict(self, hop: Hop) -> None:
-                together.wait(30)
-                with one_at_a_time:
-                    answer = hop.forward()
-                hop.send(answer)
-
-        proxy.inject(AllTogether(), operation="PutObject", path="*/.metadata", times=writers)
-        outcomes = {}
-
-        def write(step: int) -> None:
-            try:
-                cloudckpt.save(filled(step, SMALL), checkpoint_id=place, config=shaky)
-                outcomes[step] = None
-            except CheckpointConflictError as error:
-                outcomes[step] = error
-
-        threads = [threading.Thread(target=write, args=(step,)) for step in range(2, 2 + writers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(150)
-        [winner] = [step for step, error in outcomes.items() if error is None]
-        assert len(outcomes) == writers
-        assert load_step(place, direct, SMALL) == winner
-        store.assert_tidy()
-
-    @everywhere()
     def test_a_writer_that_must_not_overwrite_does_not(self, uri, store, proxy, endpoint, direct):
         careful = impatient(endpoint, overwrite=False)
 
@@ -160,16 +117,20 @@ FROZEN_AT = {
 _SECONDS = 2.5  # the store's times tell in seconds what came first
 
 
-# the request by which other roads take a location, and the error of who comes too late
-COMMITS = {
-    "hf": ("*/model.safetensors.index.json", "CheckpointConflictError"),
-    "torch_checkpointing": (f"*/{MANIFEST}", "CheckpointExistsError"),
-    "file": ("*/config.json", "PreconditionFailedError"),
-}
-
-
-def overtaken(proxy, endpoint, request, job, arguments, succeed):
-    """The outcome of a child that stands still at a request until another writer is done."""
+@everywhere(road=["save", "PROCESS"], at=["commit"])
+@pytest.mark.parametrize(
+    ("road", "at"),
+    [("save", "data"), ("save", "commit"), ("PROCESS", "commit")]
+    + [(road, "beginning") for road in jobs.ROADS],
+)
+def test_a_trainer_that_was_stopped_and_comes_back_late_cannot_overwrite(
+    store, proxy, endpoint, direct, road, at
+):
+    run = store.uri("run")
+    place = f"{run}/step-2"
+    operation, path, replaces = FROZEN_AT[at]
+    if replaces:
+        cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=direct)
     born, stopped, successor = threading.Event(), threading.Event(), threading.Event()
 
     def stop(_) -> None:
@@ -178,63 +139,21 @@ def overtaken(proxy, endpoint, request, job, arguments, succeed):
         stopped.set()
         assert successor.wait(30)
 
-    operation, path = request
     rule = proxy.inject(Call(stop), operation=operation, path=path, times=1)
     patient = impatient(endpoint, read_timeout=60.0, stall_timeout=60.0)
-    with child(job, config=patient, **arguments) as trainer:
+    arguments = {"road": road, "run": run, "config": patient, "step": 2, "nbytes": SMALL}
+    with child(jobs.save_by, **arguments) as trainer:
         born.set()
         assert stopped.wait(60)
-        succeed()
+        if at == "beginning":
+            time.sleep(_SECONDS)
+        cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
         successor.set()
         trainer.signal(signal.SIGCONT)
         status, outcome = trainer.wait()
-    assert rule.injected == 1
-    assert status == 0
-    return outcome
-
-
-class TestZombies:
-    @everywhere(road=["save", "PROCESS"], at=["commit"])
-    @pytest.mark.parametrize("at", FROZEN_AT)
-    @pytest.mark.parametrize("road", jobs.ROADS)
-    def test_a_trainer_that_was_stopped_and_comes_back_late_cannot_overwrite(
-        self, store, proxy, endpoint, direct, road, at
-    ):
-        run = store.uri("run")
-        place = f"{run}/step-2"
-        operation, path, replaces = FROZEN_AT[at]
-        if replaces:
-            cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=direct)
-        arguments = {"road": road, "run": run, "step": 2, "nbytes": SMALL}
-
-        def succeed() -> None:
-            if at == "beginning":
-                time.sleep(_SECONDS)
-            cloudckpt.save(filled(3, SMALL), checkpoint_id=place, config=direct)
-
-        outcome = overtaken(proxy, endpoint, (operation, path), jobs.save_by, arguments, succeed)
-        assert outcome["error"] == "CheckpointConflictError"
-        assert load_step(place, direct, SMALL) == 3
-
-    @on("s3")
-    @pytest.mark.parametrize("replaces", [False, True])
-    @pytest.mark.parametrize("road", jobs.OTHERS)
-    def test_a_writer_of_other_things_that_was_stopped_cannot_overwrite_either(
-        self, store, proxy, endpoint, direct, road, replaces
-    ):
-        place = store.uri("run/step-2")
-        write, read = jobs.OTHERS[road]
-        if replaces and road != "torch_checkpointing":  # whose folders are never replaced
-            write(place, direct, 1)
-        arguments = {"road": road, "place": place, "step": 2}
-        at, error = COMMITS[road]
-
-        def succeed() -> None:
-            write(place, direct, 3)
-
-        outcome = overtaken(proxy, endpoint, ("PutObject", at), jobs.write_by, arguments, succeed)
-        assert outcome["error"] == error
-        assert read(place, direct) == 3
+    assert (rule.injected, status) == (1, 0)
+    assert outcome["error"] == "CheckpointConflictError"
+    assert load_step(place, direct, SMALL) == 3
 
 
 def saved_by(road: str, place: str, config: cloudckpt.Config) -> None:
@@ -248,14 +167,14 @@ def saved_by(road: str, place: str, config: cloudckpt.Config) -> None:
 
 
 class TestStoresWithoutConditions:
-    @on("s3", "google", ignored=["both"])
-    @pytest.mark.parametrize("ignored", IGNORED)
+    # which conditions there are is tried in tests/checkpoint/test_commit
+    @on("s3", "google")
     @pytest.mark.parametrize("road", ["save", "manager"])
     def test_a_store_that_ignores_conditions_is_found_out(
-        self, dialect, place, store, proxy, unprobed, ignored, road
+        self, dialect, place, store, proxy, unprobed, road
     ):
         before = store.objects()
-        proxy.inject(ignoring(dialect, ignored), operation="PutObject")
+        proxy.inject(ignoring(dialect), operation="PutObject")
         with pytest.raises(ConfigError, match=r"conditional_writes='off'") as caught:
             saved_by(road, place, unprobed)
         assert caught.value.uri == store.root
@@ -267,7 +186,7 @@ class TestStoresWithoutConditions:
     def test_without_conditions_a_save_works_and_says_what_is_given_up(
         self, place, store, dialect, proxy, endpoint, direct, caplog
     ):
-        proxy.inject(ignoring(dialect, "both"), operation="PutObject")
+        proxy.inject(ignoring(dialect), operation="PutObject")
         config = impatient(endpoint, conditional_writes="off")
         with caplog.at_level(logging.WARNING, logger="cloudckpt"):
             cloudckpt.save(filled(2, SMALL), checkpoint_id=place, config=config)

@@ -1,30 +1,24 @@
 """Saves of which the store has perhaps carried out a request that seemed to fail."""
 
 import dataclasses
-import logging
 from urllib.parse import unquote
 
 import pytest
 
 import cloudckpt
-from cloudckpt import RetryPolicy
 from cloudckpt.errors import (
-    AccessDeniedError,
-    CheckpointNotFoundError,
     CommitUnknownError,
     ConnectionLostError,
-    ObjectNotFoundError,
     PreconditionFailedError,
 )
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from support.emulators import free_port
 from support.wire.faults import Call, Reset, Respond
-from support.wire.hop import Answer
 
-from .refusals import GATEWAYS, AnswerFirst, NoTag, internal_error
+from .refusals import GATEWAYS, AnswerFirst, Refusal
 from .selection import everywhere, on
-from .states import ATTEMPTS, SMALL, filled, impatient, load_step
+from .states import SMALL, filled, load_step
 from .test_save import STEPS
 
 FEW = ["envoy", "corporate proxy", "precondition"]  # of the gateways: passing, denying, lying
@@ -55,7 +49,7 @@ class TestDoubtfulCommits:
         proxy.inject(Reset("answer"), operation="PutObject", path="*/.metadata")
         # nor can anybody see it, behind the looks of the beginning and at what is replaced
         looks = [
-            proxy.inject(internal_error(), operation=look, path="*/.metadata", skip=skip)
+            proxy.inject(Refusal("internal error"), operation=look, path="*/.metadata", skip=skip)
             for look, skip in (("GetObject", 2), ("HeadObject", 1))
         ]
         with pytest.raises(CommitUnknownError) as caught:
@@ -115,93 +109,10 @@ class TestDoubtfulCommits:
         assert store.objects() == before
 
 
-class TestSilentSuccess:
-    """Ceph RGW 16 answers the first completion of an upload without the ETag of the object."""
-
-    @on("s3", "azure", operation=["CompleteMultipartUpload", "PutObject"])
-    @pytest.mark.parametrize("operation", ["CompleteMultipartUpload", "PutObject"])
-    def test_a_success_without_an_etag_is_one(
-        self, store, proxy, endpoint, direct, caplog, operation
-    ):
-        once = impatient(endpoint, retry=RetryPolicy(attempts=1))
-        proxy.inject(NoTag(), operation=operation, times=None)
-        uri = store.uri("run/silent")
-        with caplog.at_level(logging.WARNING, "cloudckpt"):
-            for step in (1, 2):
-                cloudckpt.save(filled(step), checkpoint_id=uri, config=once)
-        assert load_step(uri, direct) == 2
-        assert [record for record in caplog.records if record.name == "cloudckpt"] == []
-        assert store.uploads() == []
-
-
-# What Azure answers to a request that meets the result of its own first try, whose answer was lost:
-# 409 to If-None-Match where there is a blob (412 is documented too), 403 to a signature that may
-# only create blobs, 409 under a retention policy or a legal hold, 400 to a block list whose blocks
-# are used up, 404 by a store that knows no blob of blocks only.
-MET_ITSELF = {
-    "exists": (409, "BlobAlreadyExists", PreconditionFailedError),
-    "condition": (412, "ConditionNotMet", PreconditionFailedError),
-    "write once": (403, "UnauthorizedBlobOverwrite", AccessDeniedError),
-    "retention": (409, "BlobImmutableDueToPolicy", AccessDeniedError),
-    "legal hold": (409, "BlobImmutableDueToLegalHold", AccessDeniedError),
-    "no blocks": (400, "InvalidBlockList", ObjectNotFoundError),
-    "no blob": (404, "BlobNotFound", ObjectNotFoundError),
-}
 AZURE_WRITES = {
     **{step: STEPS[step] for step in ("complete", "commit")},
     "whole": ("PutObject", "*/__0_0.*", SMALL, 0),
 }
-
-
-@on("azure")
-@pytest.mark.parametrize(
-    ("step", "answer"),
-    [
-        *((step, "exists") for step in AZURE_WRITES),
-        *(("complete", a) for a in MET_ITSELF if a != "exists"),
-    ],
-)
-class TestWritesThatMeetTheirOwnFirstTry:
-    """A write whose answer was lost, and that Azure refuses when it is sent again."""
-
-    @pytest.fixture
-    def refused(self, proxy, step, answer):
-        """Breaks the first try at a moment, refuses the second."""
-
-        def refused(moment):
-            operation, path, *_ = AZURE_WRITES[step]
-            status, code, _ = MET_ITSELF[answer]
-            words = Answer(status, "", (("x-ms-error-code", code),), b"")
-            faults = Reset(moment), Respond(words)
-            return [
-                proxy.inject(fault, operation=operation, path=path, times=1) for fault in faults
-            ]
-
-        return refused
-
-    def test_a_save_succeeds_if_the_blob_is_there(
-        self, store, refused, shaky, direct, step, answer
-    ):
-        uri, nbytes = store.uri("run/new"), AZURE_WRITES[step][2]
-        rules = refused("answer")
-        cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=shaky)
-        assert [rule.injected for rule in rules] == [1, 1]
-        assert load_step(uri, direct, nbytes) == 1
-        store.assert_tidy()
-
-    def test_a_save_fails_by_the_name_of_the_refusal_if_it_is_not(
-        self, store, refused, unshared, direct, step, answer
-    ):
-        uri, nbytes = store.uri("run/new"), AZURE_WRITES[step][2]
-        _, code, error = MET_ITSELF[answer]
-        brief = RetryPolicy(attempts=ATTEMPTS, base=0.01, cap=0.05, deadline=0.5)
-        rules = refused("request")
-        with pytest.raises(CommitUnknownError if step == "commit" else error, match=code):
-            cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=unshared(retry=brief))
-        assert [rule.injected for rule in rules] == [1, 1]
-        with pytest.raises(CheckpointNotFoundError):
-            load_step(uri, direct, nbytes)
-        assert (store.objects() == set()) == (step != "commit")
 
 
 @pytest.fixture

@@ -53,7 +53,9 @@ def commits(proxy) -> int:
     )
 
 
-def saved_until_killed(proxy, endpoint, moment: Moment, uri: str, first: int, nbytes: int) -> int:
+def saved_until_killed(
+    proxy, endpoint, moment: Moment, uri: str, first: int, nbytes: int, **options
+) -> int:
     """Saves steps from ``first`` on in a child until that is killed; returns the steps saved."""
     proxy.clear()
     born, writers = threading.Event(), []
@@ -70,7 +72,8 @@ def saved_until_killed(proxy, endpoint, moment: Moment, uri: str, first: int, nb
         times=1,
     )
     config = impatient(endpoint, conditional_writes="auto")
-    with child(jobs.save_on_and_on, uri=uri, config=config, first=first, nbytes=nbytes) as writer:
+    arguments = {"uri": uri, "config": config, "first": first, "nbytes": nbytes, **options}
+    with child(jobs.save_on_and_on, **arguments) as writer:
         writers.append(writer)
         born.set()
         status, _ = writer.wait()

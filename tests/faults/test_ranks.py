@@ -14,7 +14,7 @@ from support.wire.faults import Reset
 from support.wire.hop import Fault, Hop
 
 from . import jobs
-from .refusals import GATEWAYS, AnswerFirst, denied, slow_down
+from .refusals import GATEWAYS, AnswerFirst, Refusal
 from .selection import everywhere
 from .states import BIG, filled, impatient, load_step, step_of
 
@@ -54,23 +54,6 @@ def load_ranks(uri: str, config) -> list[dict]:
 
 class TestFaults:
     @everywhere(rank=[1])
-    @pytest.mark.parametrize(
-        ("rank", "fault"),
-        [(0, slow_down(0)), (1, Reset("answer"))],
-        ids=["slow down", "lost answer"],
-    )
-    def test_both_ranks_outlive_a_passing_fault_of_one(
-        self, run, store, proxy, direct, rank, fault
-    ):
-        rule = proxy.inject(fault, operation="UploadPart", path=f"*/__{rank}_*", times=2)
-        statuses, outcomes, uri = run()
-        assert statuses == [0, 0]
-        assert [outcome["error"] for outcome in outcomes] == [None, None]
-        assert rule.injected == 2
-        assert [step_of(state) for state in load_ranks(uri, direct)] == [1, 1]
-        store.assert_tidy()
-
-    @everywhere(rank=[1])
     @pytest.mark.parametrize("background", [False, True])
     @pytest.mark.parametrize(
         ("rank", "operation", "path"),
@@ -83,7 +66,7 @@ class TestFaults:
     def test_all_ranks_raise_the_error_of_one_and_leave_no_trace(
         self, run, store, proxy, rank, operation, path, background
     ):
-        proxy.inject(denied(), operation=operation, path=path)
+        proxy.inject(Refusal("denied"), operation=operation, path=path)
         statuses, outcomes, _ = run(background=background)
         assert statuses == [0, 0]
         assert [outcome["error"] for outcome in outcomes] == ["AccessDeniedError"] * 2

@@ -1,5 +1,8 @@
 """Saves while requests fail: for a while, and for good."""
 
+import errno
+import itertools
+import os
 from collections import Counter
 
 import pytest
@@ -8,18 +11,21 @@ import cloudckpt
 from cloudckpt import RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
+    BucketNotFoundError,
     CheckpointNotFoundError,
     CommitUnknownError,
     ConnectionLostError,
+    CredentialsError,
     ServerError,
+    StorageFullError,
     ThrottledError,
 )
 from support.emulators import free_port
 from support.wire.faults import Call, CorruptUpload, Delay, Reset, Stall, Truncate
 
 from .dialects import Endpoint
-from .refusals import COMMON, Refusal, internal_error, slow_down
-from .selection import everywhere
+from .refusals import COMMON, Refusal
+from .selection import everywhere, on
 from .states import BIG, SMALL, enough_tries, filled, impatient, load_step, silence
 
 # every kind of request that a save makes: operation, path, bytes of the state, and how many
@@ -39,11 +45,12 @@ FAULTS = {
     **COMMON,
     "reset within the body": Reset("request", after=100),
     "cut answer": Truncate(after=5),
-    "hidden success": internal_error(carry_out=True),
+    "hidden success": Refusal("internal error", carry_out=True),
     "error behind 200": Refusal("internal error", status=200),
     "slow down behind 200": Refusal("slow down", status=200),
     "success behind an error behind 200": Refusal("slow down", status=200, carry_out=True),
     "stall in the body": Stall("request", after=1000),
+    "expired token": Refusal("expired token"),
 }
 VAGUE = ("late answer", "cut answer")  # which the client may not notice
 
@@ -51,7 +58,8 @@ VAGUE = ("late answer", "cut answer")  # which the client may not notice
 # kind of request is seen to go through it, by the fault that is hardest to get right, and every
 # fault to reach it. Other pairs are the soak's.
 HARDEST = "lost answer"
-BRIEF = [f for f in FAULTS if f not in (HARDEST, "denied") and "200" not in f and "stall" not in f]
+LASTING = ("denied", "expired token")
+BRIEF = [f for f in FAULTS if f not in (HARDEST, *LASTING) and "200" not in f and "stall" not in f]
 FOR_GOOD = None
 
 # which request fails, how, how often, what becomes of the save, and whose it is
@@ -72,6 +80,7 @@ MATRIX = [
     ("part", "slow down", FOR_GOOD, ThrottledError, "save"),
     ("part", "too many requests", FOR_GOOD, ThrottledError, "save"),
     ("part", "denied", FOR_GOOD, AccessDeniedError, "save"),
+    ("part", "expired token", FOR_GOOD, CredentialsError, "save"),
     ("begin", HARDEST, FOR_GOOD, ConnectionLostError, "save"),
     ("part", HARDEST, FOR_GOOD, ConnectionLostError, "save"),
     ("part", "internal error", FOR_GOOD, ServerError, "first"),
@@ -159,7 +168,7 @@ def test_a_storm_of_slow_downs_is_sat_out(saved, store, proxy, endpoint, direct)
     uri = saved(BIG)
     policy = RetryPolicy(attempts=20, base=0.01, cap=0.05, deadline=60.0)
     config = impatient(endpoint, retry=policy)
-    storm = proxy.inject(slow_down(retry_after=0), probability=0.5)
+    storm = proxy.inject(Refusal("slow down", retry_after=0), probability=0.5)
     cloudckpt.save(filled(2), checkpoint_id=uri, config=config)
     assert storm.injected >= 3
     assert load_step(uri, config) == 2
@@ -168,18 +177,28 @@ def test_a_storm_of_slow_downs_is_sat_out(saved, store, proxy, endpoint, direct)
     store.assert_tidy()
 
 
-@everywhere()
-@pytest.mark.timeout(200)
-def test_a_store_that_dies_for_good_ends_the_save(saved, proxy, shaky, direct):
-    uri = saved(BIG)
-    proxy.inject(Reset("request"), skip=4)
-    with pytest.raises(ConnectionLostError):
-        cloudckpt.save(filled(2), checkpoint_id=uri, config=shaky)
-    assert load_step(uri, direct) == 1
+@on("s3")
+def test_a_save_and_a_load_follow_the_bucket_to_its_region(store, proxy, unshared):
+    uri = store.uri("run/elsewhere")
+    for act in (
+        lambda config: cloudckpt.save(filled(1), checkpoint_id=uri, config=config),
+        lambda config: load_step(uri, config),
+    ):
+        rule = proxy.inject(Refusal("wrong region"), times=1)
+        act(unshared())
+        assert rule.injected == 1
 
 
 @everywhere()
-@pytest.mark.timeout(200)
+def test_a_bucket_that_does_not_exist_is_named_by_the_server(store, direct):
+    uri = f"{store.root}-that-does-not-exist/run"
+    for act in (cloudckpt.save, cloudckpt.load):
+        with pytest.raises(BucketNotFoundError) as caught:
+            act(filled(1, SMALL), checkpoint_id=uri, config=direct)
+        assert caught.value.uri.startswith(uri)
+
+
+@everywhere()
 def test_an_endpoint_that_refuses_connections_ends_the_save(dialect, store):
     config = impatient(Endpoint(dialect, f"http://127.0.0.1:{free_port()}"))
     with pytest.raises(ConnectionLostError) as caught:
@@ -222,3 +241,26 @@ def test_what_was_damaged_on_its_way_up_is_not_loaded(store, proxy, shaky, direc
     assert rule.injected
     with pytest.raises(cloudckpt.errors.CheckpointCorruptError):
         load_step(uri, direct, SMALL)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["disk", "quota"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(
+    tmp_path, direct, monkeypatch, number, after
+):
+    uri = str(tmp_path / "run")
+    cloudckpt.save(filled(1), checkpoint_id=uri, config=direct)
+    before, written, calls = sorted(os.listdir(uri)), os.pwritev, itertools.count()
+
+    def full(*args):
+        if next(calls) >= after:
+            raise OSError(number, os.strerror(number))
+        return written(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(StorageFullError) as caught:
+            cloudckpt.save(filled(2), checkpoint_id=uri, config=direct)
+    assert caught.value.uri.startswith(f"file://{uri}")
+    assert sorted(os.listdir(uri)) == before
+    assert load_step(uri, direct) == 1

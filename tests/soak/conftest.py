@@ -21,19 +21,8 @@ from faults.conftest import (
     store,
 )
 
-__all__ = [
-    "_no_thread_stays_behind",
-    "_place",
-    "_places",
-    "authority",
-    "dialect",
-    "direct",
-    "endpoint",
-    "places",
-    "proxy",
-    "shaky",
-    "store",
-]
+__all__ = ["_no_thread_stays_behind", "_place", "_places", "authority", "dialect", "direct"]
+__all__ += ["endpoint", "places", "proxy", "shaky", "store"]
 
 _LAST_ROUND = 600.0  # seconds that a test may take beyond its share: hypothesis shrinks for 300
 

@@ -1,4 +1,4 @@
-"""Trainers and saving processes that are killed at any moment of a save.
+"""Saving processes that are killed at any moment of a save; of trainers, see test_kills.
 
 The moment is counted in requests and bytes that the proxy has seen, not in seconds. Every element
 of a state dict is its step, so a mix of two would show.
@@ -8,20 +8,18 @@ import functools
 import os
 import random
 import signal
-import uuid
 from collections.abc import Callable
 
 import pytest
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from background.jobs import config_for, save_on_and_on
+from background.jobs import config_for
 from background.saves import PATIENCE, begin, step_at
-from background.waiting import eventually, is_running, processes_of
+from background.waiting import eventually, is_running
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.errors import SaveProcessError
 from dcp.places import Place
 from faults.states import BIG
-from support.forks import child
 from support.wire.faults import Call
 from support.wire.proxy import FaultyProxy
 from support.wire.request import Request
@@ -95,28 +93,3 @@ def test_a_saving_process_that_is_killed_leaves_one_step_and_the_next_save_works
             assert step_at(direct, BIG) == step
             last = step
         assert _shared_memory_of([os.getpid(), *victims]) == []
-
-
-@lanes
-def test_a_trainer_that_is_killed_leaves_one_step_and_no_process(
-    lane, proxy, places, rng, rounds, tmp_path
-):
-    direct, log = places("s3"), tmp_path / "steps"
-    last = 0
-    for _ in rounds():
-        family = uuid.uuid4().hex
-        log.write_text(str(last))
-        arguments = {"uri": direct.uri, "endpoint": proxy.url, "log": str(log), "nbytes": BIG}
-        with child(save_on_and_on, family=family, first=last + 1, **arguments) as trainer:
-            _kill_somewhere(proxy, direct.uri, rng, lambda: trainer.signal(signal.SIGKILL))
-            assert eventually(lambda: not is_running(trainer.pid), 150)
-            beside = processes_of(family)
-            assert eventually(lambda: not processes_of(family), 10)  # noqa: B023
-        assert _quiet(proxy, direct.uri)
-        told = int(log.read_text().split()[-1])
-        if ".metadata" in direct.names():
-            last = step_at(direct, BIG)
-            assert last in (told, told + 1)  # killed before it could hear of it, or write it down
-        else:
-            assert told == 0
-        assert _shared_memory_of([trainer.pid, *beside]) == []

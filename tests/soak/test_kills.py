@@ -23,14 +23,17 @@ def drawn(rng, nbytes: int) -> Moment:
 
 @dialects
 @sizes
+@pytest.mark.parametrize("in_background", [False, True], ids=["save", "background"])
 def test_a_killed_writer_leaves_the_last_checkpoint_of_its_uri(
-    store, proxy, endpoint, direct, rng, rounds, nbytes
+    store, proxy, endpoint, direct, rng, rounds, nbytes, in_background
 ):
     uri, step = store.uri("run/latest"), 0
     cloudckpt.save(filled(step, nbytes), checkpoint_id=uri, config=direct)
     for _ in rounds():
         moment = drawn(rng, nbytes)
-        step += saved_until_killed(proxy, endpoint, moment, uri, step + 1, nbytes)
+        step += saved_until_killed(
+            proxy, endpoint, moment, uri, step + 1, nbytes, in_background=in_background
+        )
         assert load_step(uri, direct, nbytes) == step, moment
     cloudckpt.save(filled(step + 1, nbytes), checkpoint_id=uri, config=direct)
     assert load_step(uri, direct, nbytes) == step + 1

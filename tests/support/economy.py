@@ -20,7 +20,6 @@ _LONG = (
     "faults/test_conflicts.py",
     "background/test_trainers.py",
     "cli/test_ranks.py",
-    "faults/test_slow_links.py",
     "evolving/test_drawn.py",
     "runs/test_lines.py",
     "runs/test_ends_of_jobs.py",
