@@ -140,9 +140,7 @@ class TestSilence:
             ("GetObject", "*/.metadata", BIG, Stall("answer"), "ConnectionLostError"),
             ("UploadPart", "*", BIG, Stall("request"), "ConnectionLostError"),
             ("CompleteMultipartUpload", "*", BIG, Stall("answer"), None),  # the store holds it
-            ("PutObject", "*.distcp", SMALL, Stall("answer"), None),
             ("PutObject", "*/.metadata", SMALL, Stall("request"), "CommitUnknownError"),
-            ("DeleteObject", "*", SMALL, Stall("answer"), None),  # it is committed by then
             ("*", "*", BIG, Stall("answer"), "ConnectionLostError"),
         ],
     )

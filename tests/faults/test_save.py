@@ -20,10 +20,8 @@ from cloudckpt.errors import (
     StorageFullError,
     ThrottledError,
 )
-from support.emulators import free_port
 from support.wire.faults import Call, CorruptUpload, Delay, Reset, Stall, Truncate
 
-from .dialects import Endpoint
 from .refusals import COMMON, Refusal
 from .selection import everywhere, on
 from .states import BIG, SMALL, enough_tries, filled, impatient, load_step, silence
@@ -196,14 +194,6 @@ def test_a_bucket_that_does_not_exist_is_named_by_the_server(store, direct):
         with pytest.raises(BucketNotFoundError) as caught:
             act(filled(1, SMALL), checkpoint_id=uri, config=direct)
         assert caught.value.uri.startswith(uri)
-
-
-@everywhere()
-def test_an_endpoint_that_refuses_connections_ends_the_save(dialect, store):
-    config = impatient(Endpoint(dialect, f"http://127.0.0.1:{free_port()}"))
-    with pytest.raises(ConnectionLostError) as caught:
-        cloudckpt.save(filled(1, SMALL), checkpoint_id=store.uri("run"), config=config)
-    assert "refused" in caught.value.cause
 
 
 @everywhere(nbytes=[BIG])
