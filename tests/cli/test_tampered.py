@@ -13,14 +13,7 @@ import torch
 import cloudckpt
 from cloudckpt import Config
 from cloudckpt.errors import CheckpointCorruptError
-from runs.managed import managed
-
-
-def flip(path: Path, *places: int) -> None:
-    content = bytearray(path.read_bytes())
-    for at in places:
-        content[at] ^= 0x10
-    path.write_bytes(content)
+from runs.managed import flip, managed
 
 
 def data(step: Path) -> Path:

@@ -12,7 +12,7 @@ from cloudckpt import CheckpointManager, Config
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.runs import Preemption
 
-__all__ = ["damage", "fill", "managed", "restored", "save", "state", "value"]
+__all__ = ["damage", "fill", "flip", "managed", "restored", "save", "state", "value"]
 
 
 def managed(
@@ -62,10 +62,16 @@ def restored(
     return step, value(found)
 
 
+def flip(path: Path, *places: int) -> None:
+    """Changes bytes of a file."""
+    content = bytearray(path.read_bytes())
+    for at in places:
+        content[at] ^= 0x10
+    path.write_bytes(content)
+
+
 def damage(step: Path) -> None:
     """Changes the half of a data object that lies in its middle: loads ignore envelopes."""
     data = min(step.glob("*.distcp"))
-    content = bytearray(data.read_bytes())
-    for at in range(len(content) // 4, 3 * len(content) // 4):
-        content[at] ^= 1
-    data.write_bytes(content)
+    size = data.stat().st_size
+    flip(data, *range(size // 4, 3 * size // 4))

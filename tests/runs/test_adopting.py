@@ -31,7 +31,7 @@ from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.errors import CheckpointCorruptError, IncompleteSaveError
 from cloudckpt.runs import adopting
 from cloudckpt.runs.adopting import adopt
-from runs.managed import managed
+from runs.managed import flip, managed
 from runs.orphans import job, settled, values_at
 
 KILLED = -signal.SIGKILL
@@ -193,10 +193,7 @@ def test_nothing_is_restored_whose_data_are_not_as_they_were_sent(tmp_path, dead
     elif damage == "short":
         data.write_bytes(data.read_bytes()[:-1])
     else:
-        changed = bytearray(data.read_bytes())
-        for at in range(0, len(changed), 20):
-            changed[at] ^= 1
-        data.write_bytes(changed)
+        flip(data, *range(0, data.stat().st_size, 20))
     assert restored(step.parent) == 1
     if damage != "changed":  # which a local folder does not tell before it is read
         assert not cloudckpt.exists(step)

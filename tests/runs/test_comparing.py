@@ -6,17 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt.checksum import CRC64NVME
-from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.runs.comparing import diff
 from cloudckpt.stores.local import LocalStore
 
@@ -33,58 +29,22 @@ def state() -> dict[str, object]:
     }
 
 
-class Cut(CloudSavePlanner):
-    """Saves each matrix in so many chunks, as ranks would."""
-
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__()
-        self._parts = (rows, columns)
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        items = [cut for item in plan.items for cut in self._cut(item)]
-        self.plan = dataclasses.replace(plan, items=items)
-        return self.plan
-
-    def _cut(self, item: WriteItem) -> list[WriteItem]:
-        tensor = self.state_dict[item.index.fqn]
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or 0 in tensor.shape:
-            return [item]
-        properties = TensorProperties.create_from_tensor(tensor)
-        rows, columns = self._sizes(tensor)
-        return [
-            WriteItem(
-                MetadataIndex(item.index.fqn, torch.Size([top, left])),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size([top, left]), torch.Size([rows, columns])),
-                    properties,
-                    tensor.size(),
-                ),
-            )
-            for top in range(0, tensor.shape[0], rows)
-            for left in range(0, tensor.shape[1], columns)
-        ]
-
-    def _sizes(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        return tuple(size // parts for size, parts in zip(tensor.shape, self._parts, strict=True))
-
-    def lookup_object(self, index: MetadataIndex) -> object:
-        found = self.state_dict[index.fqn]
-        if index.offset is None or len(index.offset) != 2 or 0 in found.shape:
-            return found
-        (top, left), (rows, columns) = index.offset, self._sizes(found)
-        return found[top : top + rows, left : left + columns]
+def _save_shards(where: str, content: dict[str, object], dimension: int) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = distribute_tensor(content["weight"], mesh, [Shard(dimension)])
+    cloudckpt.save(content | {"weight": weight}, checkpoint_id=where)
 
 
 @pytest.fixture
-def save(tmp_path):
-    """Saves a state, and returns where; each matrix in chunks if it is told so."""
+def save(tmp_path, ranks):
+    """Saves a state, and returns where; its weight in shards of so many ranks."""
 
-    def saved(content: dict[str, object], name: str, rows: int = 1, columns: int = 1) -> str:
+    def saved(content: dict[str, object], name: str, world: int = 1, dimension: int = 0) -> str:
         where = (tmp_path / name).as_uri()
-        planner = Cut(rows, columns) if rows * columns > 1 else None
-        cloudckpt.save(content, checkpoint_id=where, planner=planner)
+        if world > 1:
+            ranks(world, _save_shards, where, content, dimension)
+        else:
+            cloudckpt.save(content, checkpoint_id=where)
         return where
 
     return saved
@@ -139,10 +99,10 @@ def test_names_shapes_types_and_kinds_are_compared(save) -> None:
 def test_tensors_in_other_rows_are_compared_by_joined_checksums(save, nothing_is_read) -> None:
     changed = state()
     changed["weight"][-1, -1] += 1
-    whole, three = save(state(), "whole"), save(state(), "three", rows=3)
+    whole, three = save(state(), "whole"), save(state(), "three", 3)
     assert diff(whole, three).are_same is True
-    assert diff(three, save(state(), "four", rows=4)).are_same is True
-    assert verdicts(diff(three, save(changed, "changed", rows=5))) == {"weight": "changed"}
+    assert diff(three, save(state(), "four", 4)).are_same is True
+    assert verdicts(diff(three, save(changed, "changed", 2))) == {"weight": "changed"}
 
 
 @pytest.mark.parametrize("other", ["columns", "torch", "another checksum"])
@@ -150,7 +110,7 @@ def test_what_checksums_can_not_compare_is_unknown(save, tmp_path, monkeypatch, 
     nested = {"weight": WEIGHT, "of": {0: torch.ones(2), "b": {}}}
     first, second = save(nested, "first"), str(tmp_path / "torch")
     if other == "columns":
-        second = save(nested, "second", rows=2, columns=4)
+        second = save(nested, "second", 4, 1)
     elif other == "torch":
         dcp.save(nested, checkpoint_id=second)
     else:

@@ -37,6 +37,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.copying import Copied, copy
 from cloudckpt.stores import registry
+from runs.managed import flip
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
 
@@ -358,9 +359,7 @@ def test_steps_at_the_target_that_refer_to_others_are_recognised_until_those_are
 
 def test_a_damaged_checkpoint_of_a_run_does_not_keep_the_others(run, tmp_path) -> None:
     [data] = (run / "step-3").glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[1500] ^= 1
-    data.write_bytes(content)
+    flip(data, 1500)
     with pytest.raises(CheckpointCorruptError, match="1 damaged checkpoints"):
         copy(run, tmp_path / "copy")
     assert copied_names(tmp_path / "copy") == ["step-1", "step-4", "the best, ü"]

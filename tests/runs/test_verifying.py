@@ -18,6 +18,7 @@ from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.errors import CheckpointCorruptError
 from cloudckpt.runs.contents import StoredItem, inspect
 from cloudckpt.runs.verifying import Verified, verify
+from runs.managed import flip
 
 STATE = {
     "model": {
@@ -96,10 +97,8 @@ def test_all_damages_are_told_and_not_only_the_first(tmp_path) -> None:
     state = {name: torch.arange(600_000.0) for name in "abcd"}
     cloudckpt.save(state, checkpoint_id=tmp_path)
     [data] = tmp_path.glob("__0_0.*.distcp")
-    content = bytearray(data.read_bytes())
-    for at in (0.1, 0.11, 0.6):
-        content[int(len(content) * at)] ^= 1
-    data.write_bytes(content)
+    size = data.stat().st_size
+    flip(data, *(int(size * at) for at in (0.1, 0.11, 0.6)))
     with pytest.raises(CheckpointCorruptError, match="and of 2 more") as caught:
         verify(tmp_path)
     damages = caught.value.damages
@@ -107,15 +106,8 @@ def test_all_damages_are_told_and_not_only_the_first(tmp_path) -> None:
     assert {damage.object for damage in damages} == {data.as_uri()}
     for damage, at in zip(damages, (0.1, 0.11, 0.6), strict=True):
         assert damage.start is not None
-        assert damage.start <= int(len(content) * at) < damage.stop
+        assert damage.start <= int(size * at) < damage.stop
     assert pickle.loads(pickle.dumps(caught.value)).damages == damages
-
-
-def flip(path: Path, *places: int) -> None:
-    content = bytearray(path.read_bytes())
-    for at in places:
-        content[at] ^= 0x10
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("number", [0, 1])

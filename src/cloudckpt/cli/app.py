@@ -75,7 +75,7 @@ def code_of(error: CloudCheckpointError) -> int:
         ConfigError: WRONG,
         InvalidURIError: WRONG,
     }
-    return next((code for kind, code in codes.items() if isinstance(error, kind)), FAILED)
+    return next((code for cls, code in codes.items() if isinstance(error, cls)), FAILED)
 
 
 def _show_version(wanted: bool) -> None:

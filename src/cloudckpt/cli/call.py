@@ -136,17 +136,19 @@ def command(
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         own = _parameters(function, "Options")
-        shared = [one for one in _parameters(_call, "Common options") if one.name not in left_out]
+        shared = [
+            param for param in _parameters(_call, "Common options") if param.name not in left_out
+        ]
 
         @functools.wraps(function)
         def run(**options: Any) -> None:
-            given = {one.name: options[one.name] for one in own}
-            with _call(given, **{one.name: options[one.name] for one in shared}) as call:
+            given = {param.name: options[param.name] for param in own}
+            with _call(given, **{param.name: options[param.name] for param in shared}) as call:
                 function(call, **given)
 
         run.__doc__ = _described(function)[0]
         run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in (*own, *shared)}
+        run.__annotations__ = {param.name: param.annotation for param in (*own, *shared)}
         app.command(name, rich_help_panel=panel)(run)
         return function
 
@@ -155,26 +157,26 @@ def command(
 
 def _parameters(function: Callable[..., Any], panel: str) -> list[inspect.Parameter]:
     """Returns the parameters of a function without the first, annotated for typer."""
-    found, help = [], _described(function)[1]
-    for one in list(inspect.signature(function).parameters.values())[1:]:
-        text, dashed = help.get(one.name, ""), f"--{one.name.replace('_', '-')}"
-        if one.kind is not one.KEYWORD_ONLY:
+    annotated, help = [], _described(function)[1]
+    for param in list(inspect.signature(function).parameters.values())[1:]:
+        text, dashed = help.get(param.name, ""), f"--{param.name.replace('_', '-')}"
+        if param.kind is not param.KEYWORD_ONLY:
             option = typer.Argument(help=text)
-        elif one.annotation == bool | None:
+        elif param.annotation == bool | None:
             option = typer.Option(f"{dashed}/{dashed.replace('--', '--no-', 1)}", help=text)
         else:
-            names = _OTHER_NAMES.get(one.name, [dashed])
+            names = _OTHER_NAMES.get(param.name, [dashed])
             option = typer.Option(*names, help=text, rich_help_panel=panel)
-        kind = Annotated[one.annotation, option]  # type: ignore[name-defined]  # made of values
-        found.append(one.replace(annotation=kind, kind=one.KEYWORD_ONLY))
-    return found
+        annotation = Annotated[param.annotation, option]  # type: ignore[name-defined]  # made of values
+        annotated.append(param.replace(annotation=annotation, kind=param.KEYWORD_ONLY))
+    return annotated
 
 
 def _described(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """Parses a docstring; returns the text about the function, and that of each parameter."""
     text, _, parameters = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
-    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", parameters, re.MULTILINE)
-    return text, {name: " ".join(meaning.split()) for name, meaning in found}
+    parameter_texts = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", parameters, re.MULTILINE)
+    return text, {name: " ".join(meaning.split()) for name, meaning in parameter_texts}
 
 
 @contextmanager
@@ -230,13 +232,15 @@ def _of_store(given: Mapping[str, Any], **wanted: str | None) -> dict[str, Any]:
     Raises:
         BadParameter: If not exactly one of the locations' clouds has all of these options.
     """
-    texts = [text for one in given.values() for text in (one if isinstance(one, list) else [one])]
+    texts = [
+        text for value in given.values() for text in (value if isinstance(value, list) else [value])
+    ]
     schemes = [text.partition("://")[0].lower() for text in texts if isinstance(text, str)]
     clouds = {_CLOUDS[scheme] for scheme in schemes if scheme in _CLOUDS}
     options = {name: value for name, value in wanted.items() if value is not None}
     if not options:
         return {}
-    fitting = [one for one in clouds if all(hasattr(_OPTIONS[one], name) for name in options)]
+    fitting = [cloud for cloud in clouds if all(hasattr(_OPTIONS[cloud], name) for name in options)]
     if len(fitting) != 1:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
         why = "are in different clouds" if fitting else "are not in a cloud that has this option"

@@ -51,39 +51,39 @@ def convert(
     from cloudckpt import format_utils
 
     config = call.having(overwrite)
-    found = format_utils.kind_of(source, config=config)
-    wanted = _wanted(found, target, to)
+    source_kind = format_utils.kind_of(source, config=config)
+    wanted = _wanted(source_kind, target, to)
     convert = {
         ("dcp", "dcp"): format_utils.dcp_to_dcp,
         ("dcp", "torch"): format_utils.dcp_to_torch_save,
         ("torch", "dcp"): format_utils.torch_save_to_dcp,
-    }[found, wanted]
+    }[source_kind, wanted]
     with _writing(call, target, config):
         if not call.dry_run:
             convert(source, target, config=config, trust_pickle=trust_pickle)
-    row = {"from": found, "to": wanted, "source": source, "target": target}
+    row = {"from": source_kind, "to": wanted, "source": source, "target": target}
     call.done([row], row)
 
 
-def _wanted(found: Kind, target: str, to: Kind | None) -> Kind:
+def _wanted(source_kind: Kind, target: str, to: Kind | None) -> Kind:
     """Decides whether a checkpoint or a ``torch.save`` file is written.
 
     Raises:
         typer.BadParameter: If neither ``to`` nor the name of the target decides it.
     """
     suffix = PurePosixPath(target).suffix.lower()
-    if found == to == "torch":
+    if source_kind == to == "torch":
         raise typer.BadParameter("SOURCE is already a file of torch.save: copy it instead")
     if to is not None:
         return to
-    if found == "torch" and suffix == ".safetensors":
+    if source_kind == "torch" and suffix == ".safetensors":
         raise typer.BadParameter(
             "a file of torch.save can only be converted to a checkpoint: give --to dcp, and "
             "for a model run cloudckpt export on the checkpoint"
         )
-    if found == "dcp" and suffix in _FILES:
+    if source_kind == "dcp" and suffix in _FILES:
         return "torch"
-    if found == "dcp" and suffix:
+    if source_kind == "dcp" and suffix:
         raise typer.BadParameter(
             "SOURCE is a checkpoint, and TARGET could be another checkpoint or a file: give --to"
         )
@@ -121,8 +121,8 @@ def export(
     from cloudckpt.hf import export_checkpoint
     from cloudckpt.runs.contents import inspect
 
-    kind = getattr(torch, dtype, None) if dtype else None
-    if dtype and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+    torch_type = getattr(torch, dtype, None) if dtype else None
+    if dtype and not (isinstance(torch_type, torch.dtype) and torch_type.is_floating_point):
         raise typer.BadParameter(
             f"torch has no floating-point type {dtype}: give one such as bfloat16",
             param_hint="--dtype",
@@ -136,8 +136,8 @@ def export(
     with _writing(call, target, config):
         if call.dry_run:
             items = inspect(checkpoint, config=config).items
-            chosen = [one for one in items if one.dtype and one.name.startswith(beneath)]
-            nbytes = Size(sum(one.nbytes for one in chosen))
+            chosen = [item for item in items if item.dtype and item.name.startswith(beneath)]
+            nbytes = Size(sum(item.nbytes for item in chosen))
             row = {"tensors": len(chosen), "nbytes": nbytes, "target": target}
             call.done([row], row)
             return
@@ -145,7 +145,7 @@ def export(
             checkpoint,
             target,
             max_shard_size=max_shard_size,
-            dtype=kind,
+            dtype=torch_type,
             key_mapping=renamed,
             config=config,
         )

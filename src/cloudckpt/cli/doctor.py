@@ -50,7 +50,7 @@ def doctor(
     if level == logging.NOTSET:  # otherwise --verbose has set it
         logger.setLevel(logging.ERROR)  # warnings about retries are not shown among the findings
     try:
-        found = examine(
+        findings = examine(
             location,
             config=call.config,
             size=size * _MIB,
@@ -60,9 +60,9 @@ def doctor(
         )
     finally:
         logger.setLevel(level)
-    works = all(one.outcome != "failed" for one in found)
+    works = all(finding.outcome != "failed" for finding in findings)
     if call.as_json:
-        print_json({"works": works, "findings": [dataclasses.asdict(one) for one in found]})
+        print_json({"works": works, "findings": [*map(dataclasses.asdict, findings)]})
     if not works:
         raise typer.Exit(FAILED)
 

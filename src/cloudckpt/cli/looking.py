@@ -34,40 +34,40 @@ def inspect(call: Call, checkpoint: str, pattern: str = "*", *, html: str | None
         pattern: Pattern of the names to show, e.g. 'model.*'; * matches any text.
         html: Write an HTML page to this file: sizes, notes, and times of the save.
     """
-    found = cloudckpt.inspect(checkpoint, config=call.config)
-    items = tuple(item for item in found.items if fnmatchcase(item.name, pattern))
+    contents = cloudckpt.inspect(checkpoint, config=call.config)
+    items = tuple(item for item in contents.items if fnmatchcase(item.name, pattern))
     if html is not None:
-        _write(html, page(dataclasses.replace(found, items=items)))
+        _write(html, page(dataclasses.replace(contents, items=items)))
     rows: list[dict[str, object]] = []
     for item in items:
         form = {"type": item.dtype or "value", "shape": _shape(item)}
         rows.append({"name": item.name, **form, "size": Size(item.nbytes), "chunks": item.chunks})
     document = {
-        "uri": found.uri,
-        "has_checksums": found.has_checksums,
-        "notes": dataclasses.asdict(found.notes),
-        "shared": dict(found.shared),
+        "uri": contents.uri,
+        "has_checksums": contents.has_checksums,
+        "notes": dataclasses.asdict(contents.notes),
+        "shared": dict(contents.shared),
         "items": [dataclasses.asdict(item) for item in items],
     }
     call.show(rows if html is None else [{"page": html}], document)
     if html is None and call.has_reader:
-        _print_notes(found, items)
+        _print_notes(contents, items)
 
 
-def _print_notes(found: "CheckpointContents", items: "tuple[StoredItem, ...]") -> None:
+def _print_notes(contents: "CheckpointContents", items: "tuple[StoredItem, ...]") -> None:
     """Prints the notes and other facts of a checkpoint beneath the table of its entries."""
     print(f"{len(items)} entries, {Size(sum(item.nbytes for item in items))}")
-    for uri, nbytes in found.shared.items():
+    for uri, nbytes in contents.shared.items():
         print(
             f"{Size(nbytes)} of it is shared with {safe(uri)}, which must stay in the same folder."
         )
-    if not found.has_checksums:
+    if not contents.has_checksums:
         print("It has no checksums, because it was not saved by cloudckpt.")
-    if found.notes.step is not None:
-        print(f"step {found.notes.step}")
-    for name, value in found.notes.metrics.items():
+    if contents.notes.step is not None:
+        print(f"step {contents.notes.step}")
+    for name, value in contents.notes.metrics.items():
         print(f"{safe(name)} = {value:g}")
-    for name, kept in found.notes.user.items():
+    for name, kept in contents.notes.user.items():
         print(f"{safe(name)}: {safe(json.dumps(kept, ensure_ascii=False))}")
 
 
@@ -85,7 +85,7 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
         pattern: Pattern of the names to compare, e.g. 'model.*'; * matches any text.
     """
     try:
-        found = cloudckpt.diff(first, second, pattern=pattern, config=call.config)
+        comparison = cloudckpt.diff(first, second, pattern=pattern, config=call.config)
     except CloudCheckpointError as error:
         fail(error, max(code_of(error), _TROUBLE))
     rows: list[dict[str, object]] = [
@@ -96,19 +96,19 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
             "second": _form(item.second),
             "differing": None if item.differing is None else Size(item.differing),
         }
-        for item in found.items
+        for item in comparison.items
         if item.verdict != "same"
     ]
-    call.show(rows, {**dataclasses.asdict(found), "are_same": found.are_same}, _STYLES)
-    counts = Counter[str](item.verdict for item in found.items)
+    call.show(rows, {**dataclasses.asdict(comparison), "are_same": comparison.are_same}, _STYLES)
+    counts = Counter[str](item.verdict for item in comparison.items)
     if call.has_reader:
         print(", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts)) or "empty")
-    if found.are_same is None:
+    if comparison.are_same is None:
         fail(
             f"{counts['unknown']} entries can't be compared, because they have no checksums",
             _TROUBLE,
         )
-    raise typer.Exit(_SAME if found.are_same else _DIFFERENT)
+    raise typer.Exit(_SAME if comparison.are_same else _DIFFERENT)
 
 
 def _write(name: str, text: str) -> None:

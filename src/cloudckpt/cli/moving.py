@@ -27,22 +27,24 @@ def verify(call: Call, checkpoint: str, *, ranks: bool | None = None) -> None:
     with together(ranks) as joined:
         try:
             with progress_bar("verifying", shown=joined.speaks and call.talks) as progress:
-                found = cloudckpt.verify(
+                verified = cloudckpt.verify(
                     checkpoint, config=call.config, process_group=joined.group, progress=progress
                 )
         except CheckpointCorruptError as error:
             if joined.speaks:
-                damages = [{"item": one.item, **dataclasses.asdict(one)} for one in error.damages]
+                damages = [
+                    {"item": damage.item, **dataclasses.asdict(damage)} for damage in error.damages
+                ]
                 call.show(damages, {"checkpoint": checkpoint, "damages": damages})
             raise
         if joined.speaks:
             row = {
-                "state": "intact" if found.has_checksums else "exists, without checksums",
-                "items": found.items,
-                "nbytes": Size(found.nbytes),
+                "state": "intact" if verified.has_checksums else "exists, without checksums",
+                "items": verified.items,
+                "nbytes": Size(verified.nbytes),
                 "checkpoint": checkpoint,
             }
-            call.show([row], {**row, "has_checksums": found.has_checksums, "damages": []})
+            call.show([row], {**row, "has_checksums": verified.has_checksums, "damages": []})
 
 
 @command(CHECKPOINTS, writes=True)
@@ -76,7 +78,7 @@ def cp(
         from cloudckpt.runs.copying import planned
 
         copies = planned(source, target, step_name=step_name, config=config)
-        rows = [{"size": Size(size), "source": one, "target": to} for one, to, size in copies]
+        rows = [{"size": Size(size), "source": origin, "target": to} for origin, to, size in copies]
         call.done(rows, {"copies": rows})
         return
     with together(ranks) as joined:

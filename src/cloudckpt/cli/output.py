@@ -35,7 +35,7 @@ def safe(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
@@ -49,9 +49,9 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {name: _strict(one) for name, one in value.items()}
+        return {name: _strict(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(one) for one in value]
+        return [_strict(item) for item in value]
     return value
 
 
@@ -83,7 +83,7 @@ def print_table(
             Numbers are aligned to the right; None is an empty field.
         styles: By the text of a field, the style of the rows that have such a field.
     """
-    fields = [["" if one is None else safe(str(one)) for one in row.values()] for row in rows]
+    fields = [["" if cell is None else safe(str(cell)) for cell in row.values()] for row in rows]
     if not sys.stdout.isatty():
         for row in fields:
             print("\t".join(row))
@@ -92,13 +92,14 @@ def print_table(
         return
     console, styles, names = Console(), styles or {}, list(rows[0])
     widths = [max(map(cell_len, column)) for column in zip(names, *fields, strict=True)]
-    right = {name for row in rows for name, one in row.items() if isinstance(one, (int, float))}
+    right = {name for row in rows for name, cell in row.items() if isinstance(cell, (int, float))}
     for number, row in enumerate([names, *fields]):
         padded = []
         for name, field, width in zip(names, row, widths, strict=True):
             gap = " " * (width - cell_len(field))
             padded.append(gap + field if name in right else field + gap)
-        style = "dim" if number == 0 else next((styles[one] for one in row if one in styles), None)
+        style = next((styles[cell] for cell in row if cell in styles), None)
+        style = "dim" if number == 0 else style
         console.out("  ".join(padded).rstrip(), style=style, highlight=False)
 
 

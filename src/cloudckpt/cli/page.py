@@ -33,8 +33,8 @@ def page(contents: CheckpointContents) -> str:
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         template = template.replace(f"'{name}'", f"'sha256-{digest}'")
     data = json.dumps(_document(contents), separators=(",", ":"), ensure_ascii=True)
-    for one in "<>&":  # escaped, so that no text can end the script element or begin a comment
-        data = data.replace(one, f"\\u{ord(one):04x}")
+    for char in "<>&":  # escaped, so that no text can end the script element or begin a comment
+        data = data.replace(char, f"\\u{ord(char):04x}")
     return template.replace(">DATA<", f">{data}<")
 
 

@@ -39,27 +39,27 @@ def ls(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
             name, * matches any text and ? one character.
         step_name: Pattern of the checkpoints' folder names.
     """
-    found = _checkpoints(call, locations, step_name)
-    if not found:
+    summaries = _checkpoints(call, locations, step_name)
+    if not summaries:
         _show_runs(call, locations, step_name, _newest_of)
         return
     rows = []
-    for one in found:
-        row: dict[str, object] = {"step": "-" if one.step is None else one.step}
-        row |= {"state": _state(one), "size": Size(one.nbytes), "age": _age(one)}
-        if any(other.is_abandoned for other in found):
-            row["job"] = one.job[:8]
-        rows.append(row | {"checkpoint": one.uri})
-    call.show(rows, [dataclasses.asdict(one) for one in found], _YELLOW)
+    for summary in summaries:
+        row: dict[str, object] = {"step": "-" if summary.step is None else summary.step}
+        row |= {"state": _state(summary), "size": Size(summary.nbytes), "age": _age(summary)}
+        if any(other.is_abandoned for other in summaries):
+            row["job"] = summary.job[:8]
+        rows.append(row | {"checkpoint": summary.uri})
+    call.show(rows, [dataclasses.asdict(summary) for summary in summaries], _YELLOW)
 
 
-def _age(one: CheckpointSummary | None) -> Moment | None:
-    return None if one is None or one.modified is None else Moment(one.modified)
+def _age(summary: CheckpointSummary | None) -> Moment | None:
+    return None if summary is None or summary.modified is None else Moment(summary.modified)
 
 
 def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[CheckpointSummary]:
     """Lists the checkpoints of one run, or the locations that are checkpoints."""
-    uris = [uri for one in locations for uri in finding.matching(one, call.config)]
+    uris = [uri for location in locations for uri in finding.matching(location, call.config)]
     if uris == locations and len(uris) == 1:
         return cloudckpt.list_checkpoints(uris[0], step_name=step_name, config=call.config)
     wanted = [
@@ -68,20 +68,20 @@ def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[C
         if finding.is_checkpoint(Run(uri, config=call.config).view, uri)
     ]
     return [
-        one
+        summary
         for run in dict.fromkeys(uri.parent for uri in wanted)
-        for one in cloudckpt.list_checkpoints(run, step_name=step_name, config=call.config)
-        if one.uri in map(str, wanted)
+        for summary in cloudckpt.list_checkpoints(run, step_name=step_name, config=call.config)
+        if summary.uri in map(str, wanted)
     ]
 
 
-def _state(one: CheckpointSummary) -> str:
+def _state(summary: CheckpointSummary) -> str:
     """Returns the state of a checkpoint, as ``ls`` prints it."""
-    if one.is_committed:
-        return "abandoned" if one.is_abandoned else "committed"
-    if one.is_pending:
+    if summary.is_committed:
+        return "abandoned" if summary.is_abandoned else "committed"
+    if summary.is_pending:
         return "pending"
-    return "kept" if one.is_referred_to else "incomplete"
+    return "kept" if summary.is_referred_to else "incomplete"
 
 
 def _show_runs(
@@ -95,9 +95,9 @@ def _show_runs(
     Raises:
         CheckpointNotFoundError: If there is no run.
     """
-    found = _runs_beneath(call, locations, step_name)
-    call.show([{**describe(run), "run": str(run.root)} for run in found])
-    _refuse_none(found, locations)
+    runs = _runs_beneath(call, locations, step_name)
+    call.show([{**describe(run), "run": str(run.root)} for run in runs])
+    _refuse_none(runs, locations)
 
 
 def _newest_of(run: Run) -> dict[str, object]:
@@ -108,30 +108,30 @@ def _newest_of(run: Run) -> dict[str, object]:
 
 
 def _sizes_of(run: Run) -> dict[str, object]:
-    found = run.summaries()
+    summaries = run.summaries()
     return {
-        "size": Size(sum(one.nbytes for one in found)),
-        "abandoned": Size(sum(one.nbytes for one in found if one.is_abandoned)),
-        "uncommitted": Size(sum(one.nbytes for one in found if not one.is_committed)),
-        "checkpoints": len(found),
+        "size": Size(sum(item.nbytes for item in summaries)),
+        "abandoned": Size(sum(item.nbytes for item in summaries if item.is_abandoned)),
+        "uncommitted": Size(sum(item.nbytes for item in summaries if not item.is_committed)),
+        "checkpoints": len(summaries),
     }
 
 
 def _runs_beneath(
     call: Call, locations: Sequence[str], step_name: str = DEFAULT_PATTERN
 ) -> list[Run]:
-    found = [
+    runs = [
         run
         for location in locations
         for uri in finding.matching(location, call.config)
         for run in finding.runs_beneath(uri, step_name=step_name, config=call.config)
     ]
-    return list({run.root: run for run in found}.values())
+    return list({run.root: run for run in runs}.values())
 
 
-def _refuse_none(found: Sequence[object], locations: Sequence[str]) -> None:
+def _refuse_none(results: Sequence[object], locations: Sequence[str]) -> None:
     """Raises a CheckpointNotFoundError if nothing was found at the locations."""
-    if not found:
+    if not results:
         what = "there are no checkpoints here or in the folders beneath: check the location"
         raise CheckpointNotFoundError(what, uri=", ".join(locations))
 
@@ -158,11 +158,11 @@ def latest(call: Call, run: str, *, step_name: str = DEFAULT_PATTERN) -> None:
         run: The folder of a run, e.g. s3://bucket/run.
         step_name: Pattern of the checkpoints' folder names.
     """
-    found = cloudckpt.latest(run, step_name=step_name, config=call.config)
-    if found is None:
+    newest = cloudckpt.latest(run, step_name=step_name, config=call.config)
+    if newest is None:
         what = "there is no committed checkpoint in this run: check the location"
         raise CheckpointNotFoundError(what, uri=run)
-    call.show([{"checkpoint": found}], {"uri": found})
+    call.show([{"checkpoint": newest}], {"uri": newest})
 
 
 @command(RUNS)
@@ -186,13 +186,13 @@ def best(
     from cloudckpt.runs.pruning import best_step
 
     folder = Run(run, step_name=step_name, config=call.config)
-    found = best_step(folder, Retention(best_metric=metric, best_mode=mode))
-    if found is None:
+    result = best_step(folder, Retention(best_metric=metric, best_mode=mode))
+    if result is None:
         what = (
             f"no committed checkpoint of this run has the metric {metric!r}: see cloudckpt inspect"
         )
         raise CheckpointNotFoundError(what, uri=run)
-    step, score = found
+    step, score = result
     uri = str(folder.uri(step))
     call.show([{"checkpoint": uri}], {"uri": uri, "step": step, metric: score})
 
@@ -212,9 +212,9 @@ def recover(call: Call, checkpoint: str, *, wait: str = "60s") -> None:
     if call.dry_run:
         uri = CheckpointURI.parse(checkpoint)
         run = Run(uri.parent, config=call.config)
-        found = run.summary(uri.folder)
-        _refuse_none([found] if found else [], [checkpoint])
-        state = "incomplete" if found is None else _state(found)
+        summary = run.summary(uri.folder)
+        _refuse_none([summary] if summary else [], [checkpoint])
+        state = "incomplete" if summary is None else _state(summary)
     else:
         adopting.adopt(checkpoint, wait=seconds(wait), config=call.config)
     row = {"state": state, "checkpoint": checkpoint}
@@ -313,9 +313,9 @@ def prune(
         step_name=step_name,
         config=call.config,
     )
-    found = rule(dry_run=True)
+    unneeded = rule(dry_run=True)
     # the rules may keep one of them then: a job may have gone back meanwhile
-    _delete(call, found, lambda deleted: rule(only=found, deleted=deleted))
+    _delete(call, unneeded, lambda deleted: rule(only=unneeded, deleted=deleted))
 
 
 def _delete(
@@ -358,14 +358,14 @@ def sweep(call: Call, run: str, *, older_than: str = "24h") -> None:
     from cloudckpt.runs import sweeping
 
     age = seconds(older_than)
-    found = sweeping.find_leftovers(run, older_than=age, config=call.config)
-    for uri in found.unread:
+    leftovers = sweeping.find_leftovers(run, older_than=age, config=call.config)
+    for uri in leftovers.unread:
         say(f"{uri} can't be read, so everything in its folder is kept")
-    if not call.dry_run and (found.objects or found.uploads):
-        objects = f"{len(found.objects)} objects ({as_size(found.nbytes)})"
-        call.confirm(f"Delete {objects} and {len(found.uploads)} uploads in {safe(run)}?")
-        found = sweeping.sweep(run, older_than=age, only=found, config=call.config)
+    if not call.dry_run and (leftovers.objects or leftovers.uploads):
+        objects = f"{len(leftovers.objects)} objects ({as_size(leftovers.nbytes)})"
+        call.confirm(f"Delete {objects} and {len(leftovers.uploads)} uploads in {safe(run)}?")
+        leftovers = sweeping.sweep(run, older_than=age, only=leftovers, config=call.config)
     verbs = ("would delete", "would abort") if call.dry_run else ("deleted", "aborted")
-    kinds = zip(verbs, (found.objects, found.uploads), strict=True)
+    kinds = zip(verbs, (leftovers.objects, leftovers.uploads), strict=True)
     rows = [{"action": verb, "object": uri} for verb, uris in kinds for uri in uris]
-    call.done(rows, dataclasses.asdict(found))
+    call.done(rows, dataclasses.asdict(leftovers))

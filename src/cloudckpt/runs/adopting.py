@@ -160,11 +160,11 @@ class _Adoption:
             before = self._records
             self._read_records()
             saves: dict[tuple[str, int], dict[int, Pending]] = {}  # the records of a save, by rank
-            for one in self._records.values():
-                if one.job == job:
-                    saves.setdefault((one.save, one.ranks), {})[one.rank] = one
+            for pending in self._records.values():
+                if pending.job == job:
+                    saves.setdefault((pending.save, pending.ranks), {})[pending.rank] = pending
             for (_, ranks), by_rank in saves.items():
-                sent = {rank for rank, one in by_rank.items() if one.objects is not None}
+                sent = {rank for rank, pending in by_rank.items() if pending.objects is not None}
                 if sent >= {*range(ranks)}:
                     return by_rank
             if not saves and self._records:
@@ -204,10 +204,10 @@ class _Adoption:
                 logger.warning("%s", error)
                 return key, None
 
-        known = {key: one for key, one in self._records.items() if key in listed}
-        for key, found in self._run.view.each(read, filter(is_new, listed)):
-            if found is not None:
-                known[key] = found
+        known = {key: pending for key, pending in self._records.items() if key in listed}
+        for key, pending in self._run.view.each(read, filter(is_new, listed)):
+            if pending is not None:
+                known[key] = pending
         newest_first = sorted(known, key=lambda key: listed[key], reverse=True)
         self._records = {key: known[key] for key in newest_first}
 
@@ -217,7 +217,7 @@ class _Adoption:
         Raises:
             IncompleteSaveError: If they differ, and ``replicas`` is ``"refuse"``.
         """
-        if are_alike(one.copies for one in by_rank.values()):
+        if are_alike(pending.copies for pending in by_rank.values()):
             return
         what = (
             "ranks have different values under one name, of which the checkpoint has one; a save "
@@ -238,20 +238,22 @@ class _Adoption:
         known: Heads = {}
         try:
             for rank in range(len(by_rank)):
-                one = by_rank[rank]
-                assert one.objects is not None
-                if any(found.rank != rank for found in one.objects if not found.folder):
+                pending = by_rank[rank]
+                assert pending.objects is not None
+                if any(stored.rank != rank for stored in pending.objects if not stored.folder):
                     raise ValueError("a rank reported objects of another rank")
                 # names compress well, so the stored size does not limit the unpacked size
-                most = max(MOST_BYTES, bound(len(one.plan)))
-                plans.append(Record.parse(one.plan, uri, most, known))
-                record = Record.parse(one.record, uri, MOST_BYTES)
-                written.append(replace(record, objects=one.objects, location=uri))
+                most = max(MOST_BYTES, bound(len(pending.plan)))
+                plans.append(Record.parse(pending.plan, uri, most, known))
+                record = Record.parse(pending.record, uri, MOST_BYTES)
+                written.append(replace(record, objects=pending.objects, location=uri))
             planned, _, _ = plan_together(plans, to_lowest_rank=True, uri=uri)
-            if [rows.numel() for rows in planned.rows] != [len(one.extents) for one in written]:
+            if [rows.numel() for rows in planned.rows] != [
+                len(record.extents) for record in written
+            ]:
                 raise ValueError("two ranks wrote the same items")
             # objects in other steps are kept by a mark whose name contains the attempt
-            refers = any(found.folder for one in written for found in one.objects)
+            refers = any(stored.folder for record in written for stored in record.objects)
             attempt = by_rank[0].attempt if refers else random_suffix()
             return Manifest(planned.written(written, attempt=attempt, uri=uri), uri)
         except MemoryError:
@@ -269,16 +271,16 @@ class _Adoption:
         young = clock_of(self._run) - LONGEST_SAVE
         ages = {info.key: info.modified for info in view.objects(below)}
 
-        def check(one: WrittenObject) -> None:
+        def check(stored: WrittenObject) -> None:
             try:
-                info = view.look(self._uri.key(one.name))
+                info = view.look(self._uri.key(stored.name))
             except ObjectNotFoundError as exc:
-                raise self._incomplete(f"its object {one.name} does not exist") from exc
-            if info.size != one.size or info.checksum not in (None, one.checksum):
-                raise self._incomplete(f"its object {one.name} is not the one that was written")
-            if one.folder:  # an object of another checkpoint may have any age
+                raise self._incomplete(f"its object {stored.name} does not exist") from exc
+            if info.size != stored.size or info.checksum not in (None, stored.checksum):
+                raise self._incomplete(f"its object {stored.name} is not the one that was written")
+            if stored.folder:  # an object of another checkpoint may have any age
                 return
-            if (written := ages.get(self._uri.key(one.name))) is None or written <= young:
+            if (written := ages.get(self._uri.key(stored.name))) is None or written <= young:
                 raise self._incomplete(
                     "it was staged long ago, so a sweep may already delete its objects"
                 )
@@ -331,9 +333,11 @@ class _Adoption:
 
 def _progress(saves: Iterable[Mapping[int, Pending]]) -> str:
     """Describes for a message how many ranks of the most complete save have finished."""
-    best = max(saves, key=lambda by_rank: sum(one.objects is not None for one in by_rank.values()))
+    best = max(
+        saves, key=lambda by_rank: sum(pending.objects is not None for pending in by_rank.values())
+    )
     ranks = next(iter(best.values())).ranks
-    done = sum(one.objects is not None for one in best.values())
+    done = sum(pending.objects is not None for pending in best.values())
     sending = len(best) - done
     return (
         f"of {ranks} ranks, {done} have finished, {sending} are uploading, and "

@@ -118,11 +118,11 @@ def latest(
         ConfigError: If ``step_name`` is not a valid pattern, or ``run`` is a checkpoint.
         StoreError: If the store refuses or stays unreachable.
     """
-    found = Run(run, step_name=step_name, config=config)
-    step = found.newest()
+    the_run = Run(run, step_name=step_name, config=config)
+    step = the_run.newest()
     if step is None:
-        found.check_is_run()
-    return None if step is None else str(found.uri(step))
+        the_run.check_is_run()
+    return None if step is None else str(the_run.uri(step))
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class History:
 
     def scores(self, metric: str) -> dict[int, float]:
         """Returns a metric of the steps on the line that have it, and not as NaN."""
-        found = {step: one.metrics.get(metric, math.nan) for step, one in self.line.items()}
-        return {step: score for step, score in found.items() if not math.isnan(score)}
+        values = {step: notes.metrics.get(metric, math.nan) for step, notes in self.line.items()}
+        return {step: score for step, score in values.items() if not math.isnan(score)}
 
 
 class Run:
@@ -202,8 +202,8 @@ class Run:
         With ``warns``, logs a warning if the run has folders, but none with the name of a step.
         """
         folders = self.view.folders(self.root.key(""))
-        found = self.steps_among(folders)
-        if warns and folders and not found:
+        steps = self.steps_among(folders)
+        if warns and folders and not steps:
             logger.warning(
                 "%s: no folder has a name like %r; the folders are %s%s",
                 self.root,
@@ -211,7 +211,7 @@ class Run:
                 ", ".join(repr(name) for name in folders[:3]),
                 " and others" if len(folders) > 3 else "",
             )
-        return found
+        return steps
 
     def owner(self) -> Owner | None:
         """Reads the run's claim; None if the run is not claimed."""
@@ -289,8 +289,8 @@ class Run:
         """
         left, count = self.steps() if steps is None else [*steps], 1
         while left:
-            left, some = left[:-count], left[-count:][::-1]
-            yield from zip(some, self.view.each(self._notes_or_error, some), strict=True)
+            left, batch = left[:-count], left[-count:][::-1]
+            yield from zip(batch, self.view.each(self._notes_or_error, batch), strict=True)
             count = min(2 * count, self.config.requests_at_once)
 
     def _notes_or_error(self, step: int) -> Notes | CloudCheckpointError | None:
@@ -370,17 +370,19 @@ class Run:
         """Lists all checkpoints of the run, as :func:`list_checkpoints` does."""
         run = self.through(self.view)
         listed = run.view.each(run.summary, run.view.folders(self.root.key("")))
-        found = [one for one in listed if one is not None]
-        if not found:
+        summaries = [item for item in listed if item is not None]
+        if not summaries:
             run.check_is_run()
-        if steps := sorted(one.step for one in found if one.is_committed and one.step is not None):
+        if steps := sorted(
+            item.step for item in summaries if item.is_committed and item.step is not None
+        ):
             history = run.history(steps)
             notes = history.line | history.abandoned
-            for at, one in enumerate(found):
-                if one.step in notes:
-                    is_abandoned, job = one.step in history.abandoned, notes[one.step].job
-                    found[at] = replace(one, is_abandoned=is_abandoned, job=job)
-        return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.uri))
+            for at, item in enumerate(summaries):
+                if item.step in notes:
+                    is_abandoned, job = item.step in history.abandoned, notes[item.step].job
+                    summaries[at] = replace(item, is_abandoned=is_abandoned, job=job)
+        return sorted(summaries, key=lambda item: (item.step is None, item.step or 0, item.uri))
 
     def summary(self, folder: str) -> CheckpointSummary | None:
         """Describes the checkpoint in a folder of the run; None if it is another program's folder.
@@ -414,13 +416,13 @@ def objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
     In a folder with a thousand names or more, only the prefixes of such names are listed further.
     """
     level = view.level(below)
-    found = [one for one in level if isinstance(one, ObjectInfo)]
+    objects = [entry for entry in level if isinstance(entry, ObjectInfo)]
     if len(level) >= AT_FIRST:  # a checkpoint of many ranks, or another program's folder
         # the names of marks sort first, so the first page has them
-        found = [one for one in found if one.key.startswith(below + KEPT_FOR)]
+        objects = [entry for entry in objects if entry.key.startswith(below + KEPT_FOR)]
         for start in (METADATA, OF_RANKS):
-            found += view.objects(below + start)
-    return [info for info in found if is_ours(info.key.removeprefix(below))]
+            objects += view.objects(below + start)
+    return [info for info in objects if is_ours(info.key.removeprefix(below))]
 
 
 def is_ours(name: str) -> bool:

@@ -64,7 +64,7 @@ class Copied:
     already_there: int = 0
 
     def __add__(self, other: Copied) -> Copied:
-        names = [one.name for one in fields(self)]
+        names = [field.name for field in fields(self)]
         return Copied(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
@@ -92,7 +92,8 @@ def copy_checkpoint(
     baseline = begin(look, key, str(target.root), overwrite=may_replace)
     attempt = random_suffix()
     tasks = _tasks(part, source, target, attempt)
-    objects = {one.name: one for one in part.commit.objects}  # those not copied keep their names
+    # those that are not copied keep their names
+    objects = {stored.name: stored for stored in part.commit.objects}
     for ordinal, (name, task) in enumerate(tasks.items()):
         known = objects.get(name) or WrittenObject(0, 0, "", task.size, 0, 0, 0)
         objects[name] = replace(known, rank=0, ordinal=ordinal, attempt=attempt, folder="")
@@ -116,7 +117,7 @@ def copy_checkpoint(
             attempt=random_suffix(),
             objects=manifest.objects,
             own=written,
-            kept={one.name for one in manifest.objects} - written,
+            kept={stored.name for stored in manifest.objects} - written,
             data=partial(manifest.data, part.commit.notes),
         )
     finally:
@@ -132,21 +133,21 @@ def _tasks(part: ReadContent, source: Run, target: Run, attempt: str) -> dict[st
     Raises:
         CheckpointCorruptError: If an object without checksum is missing or too short.
     """
-    uri, kind = source.root, part.commit.checksum
-    found: dict[str, tuple[int, int | None]] = {}  # size and checksum
-    if kind is not None:
-        for one in part.commit.objects:
-            if one.folder or uri != target.root:
-                found[one.name] = one.size, one.checksum
+    uri, to, algorithm = source.root, target.root, part.commit.checksum
+    objects: dict[str, tuple[int, int | None]] = {}  # size and checksum
+    if algorithm is not None:
+        for stored in part.commit.objects:
+            if stored.folder or uri != to:
+                objects[stored.name] = stored.size, stored.checksum
     else:
         needed: dict[str, int] = {}  # the minimum size of each object
         for entry in (part.metadata.storage_data or {}).values():
             name = checked(entry.relative_path, str(uri))
             needed[name] = max(needed.get(name, 0), entry.offset + entry.length)
-        kind = source.store.capabilities.checksum
+        algorithm = source.store.capabilities.checksum
         infos = _heads(source, [uri.key(name) for name in needed])
         for (name, least), info in zip(needed.items(), infos, strict=True):
-            found[name] = info.size, info.checksum
+            objects[name] = info.size, info.checksum
             if info.size < least:
                 raise CheckpointCorruptError(
                     f"an object has {info.size} bytes, but the checkpoint needs {least}: it was "
@@ -154,8 +155,8 @@ def _tasks(part: ReadContent, source: Run, target: Run, attempt: str) -> dict[st
                     uri=source.store.uri(info.key),
                 )
     return {
-        name: CopyTask(uri.key(name), target.root.key(data_name(0, number, attempt)), *one, kind)
-        for number, (name, one) in enumerate(found.items())
+        name: CopyTask(uri.key(name), to.key(data_name(0, number, attempt)), *stored, algorithm)
+        for number, (name, stored) in enumerate(objects.items())
     }
 
 
@@ -272,11 +273,11 @@ def _content(part: ReadContent) -> bytes:
     """Returns a checkpoint's record without names of objects: a copy has the same."""
     record = part.commit.record
     assert record is not None  # the checkpoint has checksums
-    objects = [replace(one, rank=0, ordinal=0, attempt="", folder="") for one in record.objects]
+    unnamed = partial(replace, rank=0, ordinal=0, attempt="", folder="")
     return Record(
         table=record.table,
         extents=record.extents,
-        objects=objects,
+        objects=[*map(unnamed, record.objects)],
         checksum=record.checksum,
         structure=record.structure,
     ).to_bytes()

@@ -209,8 +209,10 @@ class OwnLine(CommitHook):
         """Makes the next save continue the restored step; None, in an empty run, continues none."""
         continues = {} if step is None or notes is None else notes.continued_at(step)
         if len(continues) > _MANY_JOBS:
-            there = self._meeting.broadcast_from_first(self.run.history)
-            jobs = {one.job for part in (there.line, there.abandoned) for one in part.values()}
+            history = self._meeting.broadcast_from_first(self.run.history)
+            jobs = {
+                notes.job for part in (history.line, history.abandoned) for notes in part.values()
+            }
             continues = {job: last for job, last in continues.items() if job in jobs}
         self._continues, self.has_restored, self._begins = continues, True, True
         is_base = step is not None and self.run.config.incremental
@@ -294,7 +296,7 @@ class OwnLine(CommitHook):
             line = self.run.history().line
             continues = line[max(line)].continued_at(max(line)) if line else {}
         self._claim, self._is_late, self.job = made, False, random_suffix()
-        here, job = contextvars.copy_context(), self.job
+        context, job = contextvars.copy_context(), self.job
 
         def claim() -> Owner:
             if saves and not self.has_restored:
@@ -310,7 +312,7 @@ class OwnLine(CommitHook):
 
         def run_it() -> None:
             try:
-                made.set_result(here.run(claim))
+                made.set_result(context.run(claim))
             except BaseException as error:  # noqa: BLE001 - raised where the claim is needed
                 made.set_exception(error)
 
@@ -338,11 +340,11 @@ class OwnLine(CommitHook):
     def _warn_of_steps(self) -> None:
         """Logs a warning if the run has steps and the job saves without calling ``restore()``."""
         steps = reversed(self.run.steps())
-        if (there := next(filter(self.run.is_committed, steps), None)) is not None:
+        if (newest := next(filter(self.run.is_committed, steps), None)) is not None:
             logger.warning(
                 "%s has steps up to %d, and restore() was not called: this job starts a new "
                 "line of steps, which the next job will restore. Existing steps are not "
                 "replaced without force=True",
                 self.run.root,
-                there,
+                newest,
             )

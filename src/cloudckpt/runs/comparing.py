@@ -94,8 +94,8 @@ def diff(
         StoreError: If a store refuses or stays unreachable.
     """
     config = config_or_default(config)
-    here, there = CheckpointURI.parse(first), CheckpointURI.parse(second)
-    before, after = read_content(here, config), read_content(there, config)
+    first_uri, second_uri = CheckpointURI.parse(first), CheckpointURI.parse(second)
+    before, after = read_content(first_uri, config), read_content(second_uri, config)
     names = {*before.metadata.state_dict_metadata, *after.metadata.state_dict_metadata}
     pairs = [
         (_stored(before, name), _stored(after, name))
@@ -103,10 +103,10 @@ def diff(
         if fnmatchcase(name, pattern)
     ]
     if any(_are_alike(one, other) for one, other in pairs):
-        for uri, part in ((here, before), (there, after)):
+        for uri, part in ((first_uri, before), (second_uri, after)):
             part.places.read_indexes(open_store(uri, config), config)
     items = [_compared(one, other, before, after) for one, other in pairs]
-    return Comparison(first=str(here), second=str(there), items=tuple(items))
+    return Comparison(first=str(first_uri), second=str(second_uri), items=tuple(items))
 
 
 def _stored(part: ReadContent, name: str) -> StoredItem | None:
@@ -160,15 +160,15 @@ def _checksums(part: ReadContent, name: str) -> dict[_Box, _Chunk] | None:
     boxes: list[_Box] = [((), ())]
     if isinstance(entry, TensorStorageMetadata):
         boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-    found: dict[_Box, _Chunk] = {}
+    chunks: dict[_Box, _Chunk] = {}
     for box, source in zip(boxes, part.places.wholes(part.indices(name)), strict=True):
         if (blocks := source.blocks) is None:
             return None
         starts = range(0, source.nbytes, blocks.size)
         lengths = (min(blocks.size, source.nbytes - start) for start in starts)
         checksum = blocks.algorithm.combine(zip(blocks.checksums, lengths, strict=True))
-        found[box] = _Chunk(blocks.algorithm, checksum, source.nbytes)
-    return found
+        chunks[box] = _Chunk(blocks.algorithm, checksum, source.nbytes)
+    return chunks
 
 
 def _by_checksums(

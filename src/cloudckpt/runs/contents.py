@@ -145,14 +145,14 @@ class ReadContent:
 
     def shared(self) -> dict[str, int]:
         """Returns how many bytes the checkpoint refers to in other checkpoints, by their folder."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         if (record := self.commit.record) is not None and len(record.extents):
             extents, sums = record.extents, unfilled(len(record.objects)).zero_()
             sums.index_add_(0, extents.objects, extents.lengths)
-            for one, nbytes in zip(record.objects, sums.tolist(), strict=True):
-                if one.folder:
-                    found[one.folder] = found.get(one.folder, 0) + nbytes
-        return found
+            for stored, nbytes in zip(record.objects, sums.tolist(), strict=True):
+                if stored.folder:
+                    sizes[stored.folder] = sizes.get(stored.folder, 0) + nbytes
+        return sizes
 
     def times(self) -> SaveTimes | None:
         """Returns the times of the save; None if they were not recorded."""

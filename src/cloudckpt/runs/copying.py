@@ -144,11 +144,11 @@ def _carry_out(
     copies: Sequence[_Copy], origin: Run, goal: Run, done: Progress
 ) -> tuple[Copied, list[CloudCheckpointError]]:
     """Copies checkpoints one after the other; returns the errors of damaged and deleted ones."""
-    done.total = sum(one.nbytes for one in copies)
+    done.total = sum(each.nbytes for each in copies)
     copied, failed = Copied(), list[CloudCheckpointError]()
-    for one in copies:
-        source, target = _at(origin, one.source), _at(goal, one.target)
-        is_of_a_run = origin.root != one.source
+    for each in copies:
+        source, target = _at(origin, each.source), _at(goal, each.target)
+        is_of_a_run = origin.root != each.source
         try:
             copied += retry_if_replaced(
                 partial(copy_checkpoint, source, target, done, skips_same=is_of_a_run)
@@ -184,7 +184,7 @@ def planned(
                 uri=str(to.root),
             )
         copies = [replace(copies[0], nbytes=inspect(origin.root, config=origin.config).nbytes)]
-    return [(str(one.source), str(one.target), one.nbytes) for one in copies]
+    return [(str(each.source), str(each.target), each.nbytes) for each in copies]
 
 
 def _ends(
@@ -201,9 +201,9 @@ def _ends(
     return Run(source, config=options), Run(checkpoint_location(target), config=to)
 
 
-def _at(place: Run, location: CheckpointURI) -> Run:
+def _at(run: Run, location: CheckpointURI) -> Run:
     """Returns another location with the same options."""
-    return Run(location, config=place.config)
+    return Run(location, config=run.config)
 
 
 def detach(
@@ -231,10 +231,10 @@ def detach(
         CheckpointConflictError: If another writer has replaced the checkpoint meanwhile.
         StoreError: If the store refuses or stays unreachable.
     """
-    place = Run(checkpoint_id, config=replace(config_or_default(config), verify=True))
-    if not inspect(place.root, config=place.config).shared:
+    checkpoint = Run(checkpoint_id, config=replace(config_or_default(config), verify=True))
+    if not inspect(checkpoint.root, config=checkpoint.config).shared:
         return Copied(already_there=1)
-    return retry_if_replaced(partial(copy_checkpoint, place, place, Progress(progress)))
+    return retry_if_replaced(partial(copy_checkpoint, checkpoint, checkpoint, Progress(progress)))
 
 
 def _copies(origin: Run, goal: Run, step_name: str | None) -> list[_Copy]:
@@ -263,25 +263,25 @@ def _copies(origin: Run, goal: Run, step_name: str | None) -> list[_Copy]:
             uri=str(goal.root),
         )
     pattern = step_name or DEFAULT_PATTERN
-    found = [
-        _Copy(source, checkpoint_location(goal.root.join(source.folder)), one.nbytes)
-        for one in list_checkpoints(origin.root, step_name=pattern, config=origin.config)
-        if one.is_committed and (step_name is None or one.step is not None)
-        for source in [CheckpointURI.parse(one.uri)]
+    copies = [
+        _Copy(source, checkpoint_location(goal.root.join(source.folder)), summary.nbytes)
+        for summary in list_checkpoints(origin.root, step_name=pattern, config=origin.config)
+        if summary.is_committed and (step_name is None or summary.step is not None)
+        for source in [CheckpointURI.parse(summary.uri)]
     ]
-    if not found:
+    if not copies:
         what = "" if step_name is None else f" called {step_name!r}"
         raise CheckpointNotFoundError(
             f"there is no committed checkpoint to copy, neither here nor in a subfolder{what}: "
             "check the location",
             uri=str(origin.root),
         )
-    return found
+    return copies
 
 
-def _is_run(place: Run) -> bool:
+def _is_run(folder: Run) -> bool:
     """Returns whether a folder has committed checkpoints in its subfolders."""
     try:
-        return any(one.is_committed for one in place.summaries())
+        return any(summary.is_committed for summary in folder.summaries())
     except AccessDeniedError:  # credentials that allow only writes to the target
         return False

@@ -70,18 +70,18 @@ def delete_at(
     store, retrier = open_store(location, config), Retrier(config.retry)
     commit = location.key(METADATA)
     try:
-        found = retrier.call(partial(fetch, store, commit))
+        fetched = retrier.call(partial(fetch, store, commit))
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
             "there is no committed checkpoint to delete; cloudckpt sweep deletes what an "
             "interrupted save has left, and cloudckpt rm --recursive a whole run",
             uri=str(location),
         ) from error
-    gone = trusted(found, store.uri(commit))
+    gone = trusted(fetched, store.uri(commit))
 
     def delete_commit() -> None:
         check()
-        store.delete(commit, if_version=found.info.version)
+        store.delete(commit, if_version=fetched.info.version)
 
     try:
         retrier.call(delete_commit)
@@ -128,8 +128,8 @@ def delete_run(
         StoreError: If the store refuses or stays unreachable.
     """
     location, config = CheckpointURI.parse(run), config_or_default(config)
-    found = list_checkpoints(location, config=config)
-    for uri in [one.uri for one in found if one.is_committed]:
+    summaries = list_checkpoints(location, config=config)
+    for uri in [summary.uri for summary in summaries if summary.is_committed]:
         try:
             delete_at(CheckpointURI.parse(uri), config, deleted=partial(deleted, uri))
         except CheckpointNotFoundError:  # another process has deleted it
@@ -137,7 +137,7 @@ def delete_run(
     sweep(location, older_than=0, config=config)
     store, claim = open_store(location, config), location.key(CLAIM)
     delete_all(store, [claim], config.retry, threads=1, what="objects of a deleted run")
-    inside = [CheckpointURI.parse(one.uri).prefix for one in found]
+    inside = [CheckpointURI.parse(summary.uri).prefix for summary in summaries]
     _remove_empty(location, [*inside, location.prefix])
 
 
@@ -148,10 +148,10 @@ def _remove_empty(location: CheckpointURI, folders: Iterable[str]) -> None:
             os.rmdir(folder)
 
 
-def _is_of_the_same_save(one: CommitObject, other: CommitObject | None) -> bool:
+def _is_of_the_same_save(first: CommitObject, second: CommitObject | None) -> bool:
     """Returns whether two commit objects were written by the same save."""
-    if other is None:
+    if second is None:
         return False
-    if one.record is not None and other.record is not None:
-        return one.record.attempt == other.record.attempt
-    return bool(one.metadata.storage_data == other.metadata.storage_data)
+    if first.record is not None and second.record is not None:
+        return first.record.attempt == second.record.attempt
+    return bool(first.metadata.storage_data == second.metadata.storage_data)

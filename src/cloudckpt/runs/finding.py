@@ -42,20 +42,20 @@ def matching(location: str, config: Config | None = None) -> list[str]:
         raise InvalidURIError(
             f"{location!r} has a pattern in the name of the bucket: give the name of one bucket"
         )
-    found = [CheckpointURI.parse(before or ("/" if location.startswith("/") else "."))]
-    view = View(found[0], config_or_default(config))
+    folders = [CheckpointURI.parse(before or ("/" if location.startswith("/") else "."))]
+    view = View(folders[0], config_or_default(config))
     for name in filter(None, names[first:]):
-        found = [
+        folders = [
             uri.join(folder)
-            for uri in found
+            for uri in folders
             for folder in view.folders(uri.key(""))
             if fnmatchcase(folder, name) and CheckpointURI.accepts(f"{uri}/{folder}")
         ]
-    if not found:
+    if not folders:
         raise CheckpointNotFoundError(
             "no folder matches this pattern: check the location", uri=location
         )
-    return [str(uri) for uri in found]
+    return [str(uri) for uri in folders]
 
 
 def runs_beneath(
@@ -73,31 +73,31 @@ def runs_beneath(
         StoreError: If the store refuses or stays unreachable.
     """
     root = Run(location, step_name=step_name, config=config)
-    view, level, found = root.view, [root.root], set[CheckpointURI]()
+    view, level, runs = root.view, [root.root], set[CheckpointURI]()
     for _ in range(_DEEPEST):
         beneath, steps = list[CheckpointURI](), list[list[CheckpointURI]]()
         for uri, (names, is_one) in zip(level, view.each(partial(_list, view), level), strict=True):
             if is_one:
-                found |= {uri.parent} - {root.root.parent}
+                runs |= {uri.parent} - {root.root.parent}
                 continue
             names = [name for name in names if CheckpointURI.accepts(f"{uri}/{name}")]
             newest = root.steps_among(names)[-_STEPS_TRIED:]
             steps.append([uri.join(root.names.name(step)) for step in newest])
             others = (name for name in names if root.names.step(name) is None and name[0] != ".")
             beneath += map(uri.join, others)
-        are_runs = view.each(lambda some: any(is_checkpoint(view, one) for one in some), steps)
-        found |= {some[0].parent for some, is_run in zip(steps, are_runs, strict=True) if is_run}
+        are_runs = view.each(lambda group: any(is_checkpoint(view, uri) for uri in group), steps)
+        runs |= {group[0].parent for group, is_run in zip(steps, are_runs, strict=True) if is_run}
         level = beneath
-    return [Run(uri, step_name=step_name, config=root.config) for uri in sorted(found, key=str)]
+    return [Run(uri, step_name=step_name, config=root.config) for uri in sorted(runs, key=str)]
 
 
 def _list(view: View, uri: CheckpointURI) -> tuple[list[str], bool]:
     """Returns the names of subfolders, and whether objects of a checkpoint lie in the folder."""
     level = view.level(below := uri.key(""))
-    names = [one for one in level if isinstance(one, str)]
+    names = [entry for entry in level if isinstance(entry, str)]
     if names and len(level) >= AT_FIRST:
         names = view.folders(below)
-    objects = [one for one in level if isinstance(one, ObjectInfo)]
+    objects = [entry for entry in level if isinstance(entry, ObjectInfo)]
     return names, any(is_ours(info.key.removeprefix(below)) for info in objects)
 
 

@@ -143,19 +143,19 @@ class CheckpointManager(ClosedAtExit):
                 best_mode=best_mode,
             )
             options = saving_options(checkpointer, config, incremental=incremental)
-            found = Run(run, step_name=step_name, config=options.config)
-            self._saves = Saves(on_failure, max_failures, found.uri, self._meeting.rank)
+            the_run = Run(run, step_name=step_name, config=options.config)
+            self._saves = Saves(on_failure, max_failures, the_run.uri, self._meeting.rank)
             if preemption is not None:
                 self._schedule.watch()
             undo.callback(self._schedule.ignore)
-            return found, kept, options
+            return the_run, kept, options
 
         def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> RankStatus:
-            told = (
+            options = (
                 f"{save_interval_steps=}, {save_interval_seconds=}, {step_name=}, "
                 f"{asynchronous=}, {incremental=}, {on_failure=}, {max_failures=}, {read_only=}"
             )
-            return RankStatus(location=str(made[0].root), options=told)
+            return RankStatus(location=str(made[0].root), options=options)
 
         with contextlib.ExitStack() as undo:  # if another rank fails, releases what was made here
             self._run, self._retention, options = self._meeting.begin(prepare, alike)
@@ -218,8 +218,8 @@ class CheckpointManager(ClosedAtExit):
             raise ConfigError(
                 "best_step() needs a metric to compare: pass best_metric= to the manager"
             )
-        found = self._meeting.broadcast_from_first(lambda: best_step(self._run, self._retention))
-        return None if found is None else found[0]
+        best = self._meeting.broadcast_from_first(lambda: best_step(self._run, self._retention))
+        return None if best is None else best[0]
 
     @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:
@@ -395,9 +395,9 @@ class CheckpointManager(ClosedAtExit):
         )
         if source is not None:
             run = Run(source, step_name=self._run.names.pattern, config=self._run.config)
-            uri, found = self._meeting.broadcast_from_first(lambda: checkpoint_in(run, step))
+            uri, loaded_step = self._meeting.broadcast_from_first(lambda: checkpoint_in(run, step))
             load(uri, self._run.config)
-            return found
+            return loaded_step
 
         def load_step(step: int, notes: Notes) -> None:
             with self._pruner.in_use.kept(step):

@@ -89,7 +89,7 @@ class Preemption:
         if self._is_due is None:
             return False
         try:
-            told = bool(self._is_due())
+            is_due = bool(self._is_due())
         except Exception:
             if not self._has_failed:  # logged once in a row: it may fail at every step
                 logger.exception(
@@ -99,7 +99,7 @@ class Preemption:
             self._has_failed = True
             return False
         self._has_failed = False
-        return told
+        return is_due
 
     def watch(self) -> None:
         """Begins to handle the signals, until :meth:`ignore` was called as often as this method.
@@ -154,7 +154,7 @@ class _Signal:
         self._first: float | None = None  # when the signal came first, by the monotonic clock
         self._pid = os.getpid()
 
-    def watch(self, one: Preemption) -> None:
+    def watch(self, watcher: Preemption) -> None:
         """Adds a watcher, and sets the handler unless it is the current one."""
         if os.getpid() != self._pid:
             self._watchers, self._pid = [], os.getpid()
@@ -164,13 +164,13 @@ class _Signal:
         if before != self._on_signal:
             signal.signal(self._number, self._on_signal)
             self._before = before if before is not None else signal.SIG_DFL
-        self._watchers.append(one)
+        self._watchers.append(watcher)
 
-    def ignore(self, one: Preemption) -> None:
+    def ignore(self, watcher: Preemption) -> None:
         """Removes a watcher; restores the previous handler if it was the last one."""
-        if one not in self._watchers:
+        if watcher not in self._watchers:
             return
-        self._watchers.remove(one)
+        self._watchers.remove(watcher)
         is_set = signal.getsignal(self._number) == self._on_signal
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and is_set and not self._watchers:
@@ -184,8 +184,8 @@ class _Signal:
         """
         is_elsewhere, is_second = os.getpid() != self._pid, False
         if self._watchers and not is_elsewhere:
-            for one in self._watchers:
-                one.notice()
+            for watcher in self._watchers:
+                watcher.notice()
             self._first = time.monotonic() if self._first is None else self._first
             is_second = time.monotonic() - self._first > _TOGETHER
         before, self._before = self._before, signal.SIG_IGN  # which may itself call this handler
@@ -255,24 +255,24 @@ class Agreement:
         now, last = time.monotonic(), self._last
         self._last = now
         try:
-            told, due, some_are_short = self._answer()
+            is_ending, due, some_are_short = self._answer()
             is_short = last is None or now - last < _LONG
-            given = [noticed or told, is_due, is_short]
+            given = [noticed or is_ending, is_due, is_short]
             flags = torch.tensor(given, dtype=torch.int32, device="cpu")
             work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
             self._asked = flags, work
             if not some_are_short:
-                told, due_now, is_short = self._answer()
+                is_ending, due_now, is_short = self._answer()
                 due = due or due_now
                 # a due save was returned in this step, so the next one must not return it again
-                self._known = told, False, is_short
+                self._known = is_ending, False, is_short
         except RuntimeError as exc:
             raise ProcessGroupError(
                 "the ranks lost contact while they agreed whether the job is about to end: "
                 "find out which rank ended first and why",
                 cause=exc,
             ) from exc
-        return told, due
+        return is_ending, due
 
     def _answer(self) -> tuple[bool, bool, bool]:
         """Waits for the collective in progress, if any; returns what the ranks know then."""
@@ -280,6 +280,6 @@ class Agreement:
             flags, work = self._asked
             with all_expected(None if work.is_completed() else self._group):
                 work.wait()
-            told, is_due, is_short = flags.tolist()
-            self._known, self._asked = (bool(told), bool(is_due), bool(is_short)), None
+            is_ending, is_due, is_short = flags.tolist()
+            self._known, self._asked = (bool(is_ending), bool(is_due), bool(is_short)), None
         return self._known

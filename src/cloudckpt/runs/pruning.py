@@ -102,20 +102,20 @@ def prune(
         best_metric=best_metric,
         best_mode=best_mode,
     )
-    found = Run(run, step_name=step_name, config=config)
-    history = found.history()
-    _log_damaged(found, history)
+    the_run = Run(run, step_name=step_name, config=config)
+    history = the_run.history()
+    _log_damaged(the_run, history)
     if best_metric is not None and history.line and not history.scores(best_metric):
         raise ConfigError(
             f"no checkpoint of this training has the metric {best_metric!r}: cloudckpt inspect "
             "shows which metrics they have",
-            uri=str(found.root),
+            uri=str(the_run.root),
         )
-    steps = _unneeded(found, history, kept)
+    steps = _unneeded(the_run, history, kept)
     if steps:
         try:
             newest = max([*history.line, *history.abandoned, *history.unread])
-            inspect(found.uri(newest), config=found.config)
+            inspect(the_run.uri(newest), config=the_run.config)
         except CheckpointCorruptError as error:
             error.message += (
                 "; it is the newest checkpoint of the run, which is always kept: delete it, then "
@@ -123,11 +123,11 @@ def prune(
             )
             raise
     steps += history.abandoned if abandoned else ()
-    uris = {step: str(found.uri(step)) for step in steps}
+    uris = {step: str(the_run.uri(step)) for step in steps}
     uris = {step: uri for step, uri in uris.items() if only is None or uri in only}
     if dry_run:
         return [*uris.values()]
-    gone = delete_steps(found, history, uris, deleted=lambda step: deleted(uris[step]))
+    gone = delete_steps(the_run, history, uris, deleted=lambda step: deleted(uris[step]))
     return [uris[step] for step in gone]
 
 
@@ -182,7 +182,7 @@ def delete_steps(
                 break
     if failures:
         left = [step for step in steps if step not in gone]
-        texts = [", ".join(map(str, some)) or "none" for some in (gone, left)]
+        texts = [", ".join(map(str, part)) or "none" for part in (gone, left)]
         failures[0].message += f" | steps that were deleted: {texts[0]}; not deleted: {texts[1]}"
         raise failures[0]
     return gone
@@ -300,7 +300,7 @@ class Pruner:
             self._line.check_claim()
             history = self._run.history()
             job = self._line.job
-            if job and all(one.job != job for one in history.line.values()):
+            if job and all(notes.job != job for notes in history.line.values()):
                 return  # another process has deleted all steps of this job
             self._log_new(history, keep_abandoned)
             unneeded = _unneeded(self._run, history, self._retention)
@@ -324,13 +324,13 @@ class Pruner:
         if abandoned and keep_abandoned:
             names = map(self._run.names.name, abandoned)
             run = self._run.through(self._run.view)
-            found = run.view.each(run.summary, names)
+            summaries = run.view.each(run.summary, names)
             logger.warning(
                 "%s: steps of another training are kept (%s), %d bytes in all: delete them "
                 "with cloudckpt rm, cloudckpt prune --abandoned, or keep_abandoned=False",
                 self._run.root,
                 ", ".join(map(str, abandoned)),
-                sum(one.nbytes for one in found if one is not None),
+                sum(summary.nbytes for summary in summaries if summary is not None),
             )
         self._logged = {*history.unread, *history.abandoned}
 

@@ -73,8 +73,8 @@ def restore_newest(
             return step, notes
         return None
 
-    while restored is None and (found := meeting.broadcast_from_first(next_on_line)) is not None:
-        step, notes = found
+    while restored is None and (chosen := meeting.broadcast_from_first(next_on_line)) is not None:
+        step, notes = chosen
         try:
             if not isinstance(notes, Notes):
                 raise notes
@@ -88,8 +88,8 @@ def restore_newest(
                 "step %d can't be restored, so the step before it is tried: %s", step, error
             )
     others = [
-        f"step {step} of {f'job {one.job}' if one.job else 'an unknown job'}"
-        for step, one in passed.items()
+        f"step {step} of {f'job {notes.job}' if notes.job else 'an unknown job'}"
+        for step, notes in passed.items()
         if restored is None or step > restored
     ]
     if others:
@@ -108,8 +108,8 @@ def restore_newest(
 def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
     """Commits a step if it is pending and can be adopted; logs why it can't."""
     try:
-        found = run.summary(run.names.name(step))
-        if found is not None and found.is_pending:
+        summary = run.summary(run.names.name(step))
+        if summary is not None and summary.is_pending:
             adopt_pending(run.uri(step), run.config, until=until, hook=hook)
     except (IncompleteSaveError, CheckpointCorruptError, AccessDeniedError) as error:
         logger.warning("the unfinished step %d could not be committed: %s", step, error)
@@ -123,7 +123,7 @@ def notes_to_restore(run: Run, step: int) -> Notes:
     """
     notes = _notes_of(run, step)
     walk = run.walk()
-    newest = next((at for at, one, is_on in walk if is_on and isinstance(one, Notes)), step)
+    newest = next((at for at, noted, is_on in walk if is_on and isinstance(noted, Notes)), step)
     if newest != step:
         logger.warning(
             "%s: step %d is restored, although %s. When this job first saves, the steps after %d "
@@ -142,11 +142,11 @@ def _notes_of(run: Run, step: int) -> Notes:
         return run.notes(step)
     except CheckpointNotFoundError as error:
         history = run.history()
-        there = ", ".join(map(str, history.line)) or "none"
-        others = ", ".join(map(str, history.abandoned))
+        committed = ", ".join(map(str, history.line)) or "none"
+        abandoned = ", ".join(map(str, history.abandoned))
         raise CheckpointNotFoundError(
-            f"step {step} has no committed checkpoint; the committed steps are {there}"
-            + (f", and the abandoned ones {others}" if others else ""),
+            f"step {step} has no committed checkpoint; the committed steps are {committed}"
+            + (f", and the abandoned ones {abandoned}" if abandoned else ""),
             uri=str(run.uri(step)),
         ) from error
 
@@ -206,13 +206,13 @@ def load_from(
     def select() -> dict[str, Any]:
         if keys is None:
             return state
-        found = _selected(state, [keys] if isinstance(keys, str) else keys)
-        if not found:
+        selected = _selected(state, [keys] if isinstance(keys, str) else keys)
+        if not selected:
             raise ConfigError(
                 f"keys={keys!r} match nothing in the state, which has the keys "
                 f"{', '.join(map(str, state))}"
             )
-        return found
+        return selected
 
     part = meeting.begin(select)
     if verify:
@@ -228,15 +228,17 @@ def _selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> d
     A name consists of the keys from the outermost to the innermost dict, joined by dots. A pattern
     that matches the name of a dict selects the whole dict.
     """
-    found: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     for key, value in state.items():
         name = f"{path}{key}"
         is_nested = isinstance(value, dict)  # otherwise it may be an object with a state_dict()
-        if any(fnmatchcase(name, one) for one in keys) or (f"{name}.*" in keys and not is_nested):
-            found[key] = value
+        if any(fnmatchcase(name, pattern) for pattern in keys) or (
+            f"{name}.*" in keys and not is_nested
+        ):
+            selected[key] = value
         elif is_nested and (inner := _selected(value, keys, f"{name}.")):
-            found[key] = inner
-    return found
+            selected[key] = inner
+    return selected
 
 
 def _put_back(state: dict[str, Any], loaded: dict[str, Any]) -> None:

@@ -134,7 +134,7 @@ class Saves:
     def newest(self) -> int | None:
         """The last step saved or restored by this job, without failed saves."""
         with self._lock:
-            counted = (one.step for one in reversed(self._all) if one.outcome != "failed")
+            counted = (save.step for save in reversed(self._all) if save.outcome != "failed")
             return next(counted, None)
 
     def begin(self, step: int | None, outcome: Outcome = "under way") -> Save:
@@ -164,25 +164,25 @@ class Saves:
             CloudCheckpointError: ``error``, if ``on_failure`` does not tolerate it.
         """
         with self._lock:
-            failed = [one for one in self._all if one.number in numbers]
-        if not all([self.tolerates(one, error) for one in failed]):  # noqa: C419 - each counts
+            failed = [save for save in self._all if save.number in numbers]
+        if not all([self.tolerates(save, error) for save in failed]):  # noqa: C419 - each counts
             raise error
 
     def status(self) -> RunStatus:
         """Returns the state of the job's saves, as this rank knows it."""
         with self._lock:
-            there = [one for one in self._all if one.outcome in ("committed", "restored")]
-            newest = next((one for one in reversed(there) if one.step is not None), None)
+            known = [save for save in self._all if save.outcome in ("committed", "restored")]
+            newest = next((save for save in reversed(known) if save.step is not None), None)
             when = None if newest is None else newest.when
-            settled = [one for one in self._all if one.outcome in ("committed", "failed")]
+            settled = [save for save in self._all if save.outcome in ("committed", "failed")]
             is_well = bool(settled) and settled[-1].outcome == "committed"
             return RunStatus(
                 newest_step=None if newest is None else newest.step,
                 newest_age=None if when is None else time.monotonic() - when,
                 under_way=tuple(
-                    one.step
-                    for one in self._all
-                    if one.outcome == "under way" and one.step is not None
+                    save.step
+                    for save in self._all
+                    if save.outcome == "under way" and save.step is not None
                 ),
                 failures_in_row=0 if is_well else self._row(),
                 last_failure=self.last_failure,
@@ -232,8 +232,8 @@ class Saves:
     def _row(self) -> int:
         """Returns the length of the last row of failures; same on all ranks."""
         row = 0
-        for one in reversed(self._all):
-            if one.outcome == "failed":
+        for save in reversed(self._all):
+            if save.outcome == "failed":
                 row += 1
             elif row:
                 break

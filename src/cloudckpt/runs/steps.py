@@ -39,10 +39,10 @@ def check_step(step: int, name: str = "step") -> int:
     Raises:
         ConfigError: If it is not a whole number from 0 to :data:`HIGHEST_STEP`.
     """
-    found = whole_number(step)
-    if found is None or not 0 <= found <= HIGHEST_STEP:
+    number = whole_number(step)
+    if number is None or not 0 <= number <= HIGHEST_STEP:
         raise ConfigError(f"{name}={step!r} is not valid: give a whole number from 0 to 10**18 - 1")
-    return found
+    return number
 
 
 def check_count(name: str, value: object) -> int:
@@ -51,10 +51,10 @@ def check_count(name: str, value: object) -> int:
     Raises:
         ConfigError: If it is not a whole number of at least 1.
     """
-    found = whole_number(value)
-    if found is None or found < 1:
+    number = whole_number(value)
+    if number is None or number < 1:
         raise ConfigError(f"{name}={value!r}: give a whole number of at least 1")
-    return found
+    return number
 
 
 def check_seconds(name: str, value: object, *, or_zero: bool = False) -> None:
@@ -165,7 +165,7 @@ class Retention:
     def keeps_all(self) -> bool:
         """Whether all steps are kept, because no rule limits them."""
         rules = (self.max_to_keep, self.best_to_keep, self.keep_younger_than)
-        return all(one is None for one in rules)
+        return all(rule is None for rule in rules)
 
     def unneeded(
         self, committed: Collection[int], scores: Mapping[int, float] | None = None

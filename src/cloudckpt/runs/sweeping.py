@@ -117,9 +117,9 @@ def sweep(
         InvalidURIError: If ``run`` is not a valid location.
         StoreError: If a leftover can't be deleted; the other ones are deleted all the same.
     """
-    found = _Sweep(run, older_than, config)
-    found.delete(only)
-    return found.leftovers()
+    leftovers = _Sweep(run, older_than, config)
+    leftovers.delete(only)
+    return leftovers.leftovers()
 
 
 class _Sweep:
@@ -182,8 +182,8 @@ class _Sweep:
         """
         uri = self._run.store.uri
         if only is not None:
-            self._objects = [one for one in self._objects if uri(one.key) in only.objects]
-            self._uploads = [one for one in self._uploads if uri(one.key) in only.uploads]
+            self._objects = [info for info in self._objects if uri(info.key) in only.objects]
+            self._uploads = [info for info in self._uploads if uri(info.key) in only.uploads]
         store, config = self._run.store, self._run.config
         policy, threads = config.retry, config.requests_at_once
         keys = [info.key for info in self._objects]
@@ -206,8 +206,8 @@ class _Sweep:
         marks = [info for info in left if is_keep_name(info.key.rpartition("/")[2])]
         data = [info for info in left if info not in marks and info.key not in named.keys]
         if data:
-            found = self._marks_in(folder)
-            if not all(_is_old(info, limit) for info in found):
+            in_folder = self._marks_in(folder)
+            if not all(_is_old(info, limit) for info in in_folder):
                 data = []
         return data + [info for info in marks if info.key not in named.marks]
 
@@ -220,34 +220,35 @@ class _Sweep:
         """Returns the keys named by all checkpoints of the run to which the folder belongs."""
         parent = folder.rpartition("/")[0]
         below = f"{parent}/" if parent else ""
-        found = _Named()
+        references = _Named()
         for name in list(self._run.store.list_level(below, self._run.retrier.call)):
             if isinstance(name, str):
-                one = self._named(f"{parent}/{name}" if parent else name)
-                found.keys |= one.keys
-                found.marks |= one.marks
-                found.unread |= one.unread
-        return found
+                named = self._named(f"{parent}/{name}" if parent else name)
+                references.keys |= named.keys
+                references.marks |= named.marks
+                references.unread |= named.unread
+        return references
 
     def _named(self, folder: str) -> _Named:
         """Returns the keys that the checkpoint in a folder names; none if it is not committed."""
         store, uri = self._run.store, self._uri(folder)
         key = uri.key(METADATA)
         try:
-            said = commit_at(store, uri, self._run.retrier)
-            if said is None:
+            commit = commit_at(store, uri, self._run.retrier)
+            if commit is None:
                 return _Named()
-            keys = {uri.key(name) for name in said.names(store.uri(key))}
+            keys = {uri.key(name) for name in commit.names(store.uri(key))}
         except (StoreError, MemoryError):
             raise
         except CloudCheckpointError:
             if store.uri(key) not in self._unread:
                 self._unread.append(store.uri(key))
             return _Named(unread=True)
-        if said.record is None:
+        if commit.record is None:
             return _Named(keys)
-        mark, folders = keep_name(said.record.attempt), {one.folder for one in said.objects}
-        return _Named(keys, {uri.beside(one).key(mark) for one in folders if one})
+        mark = keep_name(commit.record.attempt)
+        folders = {stored.folder for stored in commit.objects if stored.folder}
+        return _Named(keys, {uri.beside(name).key(mark) for name in folders})
 
     def _uri(self, folder: str) -> CheckpointURI:
         """Returns the location of a folder, given its key in the bucket."""
@@ -265,15 +266,15 @@ class _Sweep:
         """Reads the manifest of a folder; empty if it has none, None if it is damaged."""
         if folder not in self._manifests:
             store, key = self._run.store, inside(folder) + MANIFEST
-            found: bytes | None = None
+            content: bytes | None = None
             try:
                 data, _ = self._run.retrier.call(partial(store.get, key))
-                found = unsealed(data, store.uri(key))
+                content = unsealed(data, store.uri(key))
             except ObjectNotFoundError:
-                found = b""
+                content = b""
             except CheckpointCorruptError:
                 self._unread.append(store.uri(key))
-            self._manifests[folder] = found
+            self._manifests[folder] = content
         return self._manifests[folder]
 
 

@@ -134,11 +134,13 @@ class _Content:
         for item in items:
             by_key.setdefault(item.key, []).append(item)
         objects = []
-        for one in part.commit.objects:
-            own = [] if one.folder else by_key.pop(key := uri.key(one.name), [])
-            if not one.folder and store.uri(key) not in reported:
-                whole = StoredBytes(key, 0, one.size, None, one.size, f"a part of {one.name}")
-                objects.append(_Object(whole, part.commit.checksum, one.checksum, own))
+        for stored in part.commit.objects:
+            own = [] if stored.folder else by_key.pop(key := uri.key(stored.name), [])
+            if not stored.folder and store.uri(key) not in reported:
+                whole = StoredBytes(
+                    key, 0, stored.size, None, stored.size, f"a part of {stored.name}"
+                )
+                objects.append(_Object(whole, part.commit.checksum, stored.checksum, own))
         objects += [_Object(item) for of_object in by_key.values() for item in of_object]
         nbytes, has_checksums = sum(item.nbytes for item in items), part.has_checksums
         result = Verified(items=len(items), nbytes=nbytes, has_checksums=has_checksums)
@@ -158,9 +160,9 @@ def check(uri: CheckpointURI, config: Config, *, only: str) -> None:
         StoreError: If the store refuses or stays unreachable.
     """
     content, store = _Content.of(uri, config), open_store(uri, config)
-    share = [one for one in content.objects if store.uri(one.whole.key) == only]
-    found = _damages(uri, config, share, lambda done, total: None)
-    if damaged := [*content.damaged, *found]:
+    share = [unit for unit in content.objects if store.uri(unit.whole.key) == only]
+    errors = _damages(uri, config, share, lambda done, total: None)
+    if damaged := [*content.damaged, *errors]:
         raise merged_error(damaged)
 
 
@@ -172,9 +174,9 @@ def _verify(
 ) -> Verified:
     """Verifies a checkpoint once; :func:`verify` calls it again if it was replaced meanwhile."""
     content = meeting.broadcast_from_first(lambda: _Content.of(uri, config))
-    largest_first = sorted(content.objects, key=lambda one: -one.whole.nbytes)
+    largest_first = sorted(content.objects, key=lambda unit: -unit.whole.nbytes)
     share = largest_first[meeting.rank :: meeting.size]  # so ranks get similar sizes
-    share.sort(key=lambda one: (one.whole.key, one.whole.offset))
+    share.sort(key=lambda unit: (unit.whole.key, unit.whole.offset))
     of_all = meeting.gathered(lambda: _damages(uri, config, share, progress))
     damaged = [*content.damaged, *(error for of_rank in of_all for error in of_rank)]
     if damaged:
@@ -198,53 +200,53 @@ def _damages(
     The items of an object with a wrong checksum are read again, to find the damaged ones.
     """
     seen = Progress(progress)
-    seen.total = sum(one.whole.nbytes for one in share)
-    reads = [_Read(one, seen.add) for one in share]
-    found = _read(uri, config, reads)
-    for one in [read.one for read in reads if read.differs]:
-        again = _Read(one)
-        items = _read(uri, config, [_Read(_Object(item)) for item in one.items])
+    seen.total = sum(unit.whole.nbytes for unit in share)
+    reads = [_Read(unit, seen.add) for unit in share]
+    errors = _read(uri, config, reads)
+    for unit in [read.unit for read in reads if read.differs]:
+        again = _Read(unit)
+        items = _read(uri, config, [_Read(_Object(item)) for item in unit.items])
         items = items or _read(uri, config, [again])
-        found += items
+        errors += items
         if not items and again.differs:
-            where = open_store(uri, config).uri(one.whole.key)
+            where = open_store(uri, config).uri(unit.whole.key)
             what = (
                 "the bytes between the items, which other readers need, do not match the checksum"
             )
-            item = one.whole.item
-            damages = [Damage(where, item, what, 0, one.whole.nbytes)]
-            found.append(CheckpointCorruptError(what, uri=where, item=item, damages=damages))
-    return found
+            item = unit.whole.item
+            damages = [Damage(where, item, what, 0, unit.whole.nbytes)]
+            errors.append(CheckpointCorruptError(what, uri=where, item=item, damages=damages))
+    return errors
 
 
 class _Read(Sink):
     """Computes the checksum of an object from the bytes that arrive, and discards the bytes."""
 
-    __slots__ = ("_parts", "_seen", "one")
+    __slots__ = ("_parts", "_seen", "unit")
 
-    def __init__(self, one: _Object, seen: Callable[[int], None] = lambda count: None) -> None:
+    def __init__(self, unit: _Object, seen: Callable[[int], None] = lambda count: None) -> None:
         """
         Args:
-            one: The object.
+            unit: The object.
             seen: Called with the number of bytes that have arrived, from any thread.
         """
         super().__init__(None)
-        self.one, self._seen = one, seen
+        self.unit, self._seen = unit, seen
         self._parts: list[tuple[int, int, int]] = []  # first byte, checksum, length
 
     def deliver(self, start: int, data: torch.Tensor) -> None:
         """Computes the checksum of bytes that have arrived at offset ``start``."""
-        if self.one.algorithm is not None:
-            self._parts.append((start, self.one.algorithm.of(bytes_of(data)), data.numel()))
+        if self.unit.algorithm is not None:
+            self._parts.append((start, self.unit.algorithm.of(bytes_of(data)), data.numel()))
         self._seen(data.numel())
 
     @property
     def differs(self) -> bool:
         """Whether the object was read completely, and has a wrong checksum."""
         parts = [(checksum, nbytes) for _, checksum, nbytes in sorted(self._parts)]
-        if self.one.algorithm is None or sum(n for _, n in parts) != self.one.whole.nbytes:
+        if self.unit.algorithm is None or sum(n for _, n in parts) != self.unit.whole.nbytes:
             return False  # an object that was not read completely is reported by the download
-        return self.one.algorithm.combine(parts) != self.one.checksum
+        return self.unit.algorithm.combine(parts) != self.unit.checksum
 
 
 def _read(
@@ -255,11 +257,13 @@ def _read(
     Raises:
         StoreError: If the store refuses or stays unreachable.
     """
-    found: list[CheckpointCorruptError] = []
-    wanted = [Wanted(read.one.whole, 0, read.one.whole.nbytes, read, True) for read in reads]
-    download(open_store(uri, config), wanted, config, TransferStats(str(uri)), damaged=found.append)
+    errors: list[CheckpointCorruptError] = []
+    wanted = [Wanted(read.unit.whole, 0, read.unit.whole.nbytes, read, True) for read in reads]
+    download(
+        open_store(uri, config), wanted, config, TransferStats(str(uri)), damaged=errors.append
+    )
     return sorted(
-        found,
+        errors,
         key=lambda error: [(one.object, one.start or 0, one.item) for one in error.damages],
     )
 
@@ -286,10 +290,10 @@ class Progress:
         self._tell(done, total)
 
 
-def merged_error(found: Sequence[CheckpointCorruptError]) -> CheckpointCorruptError:
+def merged_error(errors: Sequence[CheckpointCorruptError]) -> CheckpointCorruptError:
     """Makes one error that lists all damage; its message describes the first."""
-    first = found[0]
-    damages = tuple(dict.fromkeys(damage for error in found for damage in error.damages))
+    first = errors[0]
+    damages = tuple(dict.fromkeys(damage for error in errors for damage in error.damages))
     more = len(damages) - len(first.damages)
     others = f" | {more} more damaged ranges" if more else ""
     return CheckpointCorruptError(

@@ -67,8 +67,8 @@ def _found(watch: Watch) -> Iterator[CheckpointSummary]:
     """Polls without end, and yields new checkpoints."""
     while True:
         for step in watch.due(watch.run.view):
-            if (found := watch.look(watch.run.view, step)) is not None:
-                yield found
+            if (summary := watch.look(watch.run.view, step)) is not None:
+                yield summary
         time.sleep(watch.pause())
 
 
@@ -116,10 +116,10 @@ class Watch:
         if commit is None:
             self._known.pop(step, None)
         elif self._known.get(step) != commit.version:
-            found = self.run.through(view).summary(self.run.names.name(step))
-            if found is not None and found.is_committed:
+            summary = self.run.through(view).summary(self.run.names.name(step))
+            if summary is not None and summary.is_committed:
                 self._known[step] = commit.version
-                return found
+                return summary
         return None
 
     def pause(self) -> float:
