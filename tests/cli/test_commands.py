@@ -112,7 +112,7 @@ FAILING = {
     "latest PATH/nothing": (3, "no committed checkpoint"),
     "best PATH/run --metric accuracy --mode max": (3, "accuracy"),
     "best PATH/run --metric loss": (2, "--mode"),
-    f"inspect {STEP_4} --html PATH/no/x.html": (1, "can't be written"),
+    f"inspect {STEP_4} --html PATH/no/x.html": (1, "No such file"),
     f"diff PATH/run/step-1 {STEP_4}": (1, ""),
     f"diff PATH/run/step-1 {STEP_4} w --json": (1, ""),
     f"diff {STEP_4} PATH/run/step-2": (3, "no committed checkpoint"),

@@ -32,6 +32,7 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
     DifferentCheckpointsError,
+    ThrottledError,
 )
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.runs import catalog, deleting, prune
@@ -232,6 +233,21 @@ def test_a_step_that_can_not_be_deleted_fails_no_training_and_keeps_no_other(
         if is_manager:
             save(manager, 4)
             assert manager.all_steps() == [4]
+
+
+@pytest.mark.parametrize("error", [ThrottledError, CheckpointConflictError])
+def test_no_further_step_is_tried_if_it_would_fail_as_well(run, monkeypatch, error) -> None:
+    fill(run, 1, 2, 3)
+    tried = []
+
+    def refuse(uri, *_) -> None:
+        tried.append(uri.folder)
+        raise error("not now")
+
+    monkeypatch.setattr("cloudckpt.runs.pruning.delete_at", refuse)
+    with pytest.raises(error, match="deleted: none; not deleted: 1, 2"):
+        prune(run, max_to_keep=1)
+    assert tried == ["step-1"]
 
 
 class Unreadable:

@@ -73,14 +73,14 @@ class Call:
     yes: bool
 
     @property
-    def talks(self) -> bool:
+    def shows_progress(self) -> bool:
         """Whether progress is shown."""
         return not (self.quiet or self.as_json)
 
     @property
-    def has_reader(self) -> bool:
+    def is_interactive(self) -> bool:
         """Whether to print text for a human beside the result: on a terminal, unless --quiet."""
-        return sys.stdout.isatty() and self.talks
+        return sys.stdout.isatty() and self.shows_progress
 
     def having(self, overwrite: bool | None) -> Config:
         """Returns the options with ``overwrite``, unless that is None."""
@@ -232,9 +232,7 @@ def _of_store(given: Mapping[str, Any], **wanted: str | None) -> dict[str, Any]:
     Raises:
         BadParameter: If not exactly one of the locations' clouds has all of these options.
     """
-    texts = [
-        text for value in given.values() for text in (value if isinstance(value, list) else [value])
-    ]
+    texts = [text for arg in given.values() for text in (arg if isinstance(arg, list) else [arg])]
     schemes = [text.partition("://")[0].lower() for text in texts if isinstance(text, str)]
     clouds = {_CLOUDS[scheme] for scheme in schemes if scheme in _CLOUDS}
     options = {name: value for name, value in wanted.items() if value is not None}

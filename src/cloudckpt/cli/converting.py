@@ -206,7 +206,7 @@ def _writing(call: Call, target: str, config: Config) -> Iterator[None]:
                 "--overwrite",
                 uri=target,
             )
-    bar = events.progress_bar() if call.talks else contextlib.nullcontext()
+    bar = events.progress_bar() if call.shows_progress else contextlib.nullcontext()
     with bar, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be here
         yield

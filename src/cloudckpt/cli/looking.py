@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import pathlib
 from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 import cloudckpt
-from cloudckpt.cli.app import FAILED, code_of, fail
+from cloudckpt.cli.app import code_of, fail
 from cloudckpt.cli.call import CHECKPOINTS, Call, command
 from cloudckpt.cli.output import Size, safe
 from cloudckpt.cli.page import page
@@ -37,7 +38,8 @@ def inspect(call: Call, checkpoint: str, pattern: str = "*", *, html: str | None
     contents = cloudckpt.inspect(checkpoint, config=call.config)
     items = tuple(item for item in contents.items if fnmatchcase(item.name, pattern))
     if html is not None:
-        _write(html, page(dataclasses.replace(contents, items=items)))
+        text = page(dataclasses.replace(contents, items=items))
+        pathlib.Path(html).write_text(text, encoding="utf-8")
     rows: list[dict[str, object]] = []
     for item in items:
         form = {"type": item.dtype or "value", "shape": _shape(item)}
@@ -50,7 +52,7 @@ def inspect(call: Call, checkpoint: str, pattern: str = "*", *, html: str | None
         "items": [dataclasses.asdict(item) for item in items],
     }
     call.show(rows if html is None else [{"page": html}], document)
-    if html is None and call.has_reader:
+    if html is None and call.is_interactive:
         _print_notes(contents, items)
 
 
@@ -101,7 +103,7 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
     ]
     call.show(rows, {**dataclasses.asdict(comparison), "are_same": comparison.are_same}, _STYLES)
     counts = Counter[str](item.verdict for item in comparison.items)
-    if call.has_reader:
+    if call.is_interactive:
         print(", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts)) or "empty")
     if comparison.are_same is None:
         fail(
@@ -109,14 +111,6 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
             _TROUBLE,
         )
     raise typer.Exit(_SAME if comparison.are_same else _DIFFERENT)
-
-
-def _write(name: str, text: str) -> None:
-    try:
-        with open(name, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        fail(f"{name} can't be written: {error.strerror}", FAILED)
 
 
 def _form(item: "StoredItem | None") -> str:

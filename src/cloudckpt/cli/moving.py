@@ -26,18 +26,18 @@ def verify(call: Call, checkpoint: str, *, ranks: bool | None = None) -> None:
     """
     with together(ranks) as joined:
         try:
-            with progress_bar("verifying", shown=joined.speaks and call.talks) as progress:
+            with progress_bar("verifying", shown=joined.prints and call.shows_progress) as progress:
                 verified = cloudckpt.verify(
                     checkpoint, config=call.config, process_group=joined.group, progress=progress
                 )
         except CheckpointCorruptError as error:
-            if joined.speaks:
+            if joined.prints:
                 damages = [
                     {"item": damage.item, **dataclasses.asdict(damage)} for damage in error.damages
                 ]
                 call.show(damages, {"checkpoint": checkpoint, "damages": damages})
             raise
-        if joined.speaks:
+        if joined.prints:
             row = {
                 "state": "intact" if verified.has_checksums else "exists, without checksums",
                 "items": verified.items,
@@ -82,7 +82,7 @@ def cp(
         call.done(rows, {"copies": rows})
         return
     with together(ranks) as joined:
-        with progress_bar("copying", shown=joined.speaks and call.talks) as progress:
+        with progress_bar("copying", shown=joined.prints and call.shows_progress) as progress:
             copied = cloudckpt.copy(
                 source,
                 target,
@@ -91,7 +91,7 @@ def cp(
                 process_group=joined.group,
                 progress=progress,
             )
-        if joined.speaks:
+        if joined.prints:
             row = dataclasses.asdict(copied) | {"target": target}
             row |= {name: Size(row[name]) for name in ("nbytes", "by_store")}
             call.done([row], row)
@@ -112,7 +112,7 @@ def unshare(call: Call, checkpoint: str) -> None:
         row = {"nbytes": Size(shared), "checkpoint": checkpoint}
         call.done([row], row)
         return
-    with progress_bar("copying", shown=call.talks) as progress:
+    with progress_bar("copying", shown=call.shows_progress) as progress:
         copied = cloudckpt.runs.detach(checkpoint, config=call.config, progress=progress)
     state = "unshared" if copied.checkpoints else "already self-contained"
     row = {"state": state, "nbytes": Size(copied.nbytes), "checkpoint": checkpoint}

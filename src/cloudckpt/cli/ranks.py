@@ -37,11 +37,11 @@ class Ranks:
 
     Attributes:
         are_many: Whether there are several ranks.
-        speaks: Whether this rank prints.
+        prints: Whether this rank prints.
     """
 
     are_many: bool = False
-    speaks: bool = True
+    prints: bool = True
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -88,15 +88,15 @@ def together(wanted: bool | None) -> Iterator[Ranks]:
             "them, or give --no-ranks",
             cause=exc,
         ) from exc
-    speaks = dist.get_rank() == 0
+    prints = dist.get_rank() == 0
     try:
-        yield Ranks(are_many=True, speaks=speaks)
+        yield Ranks(are_many=True, prints=prints)
     except BaseException as error:
         # the error's frames refer to the group, whose threads would abort the ending process
         release_frames(error)
         if isinstance(error, ProcessGroupError) or not isinstance(error, CloudCheckpointError):
             raise
-        if speaks:
+        if prints:
             say(error)
         with contextlib.suppress(RuntimeError):
             dist.barrier()

@@ -294,8 +294,7 @@ def prune(
     """
     from cloudckpt.runs import pruning
 
-    rules: tuple[object, ...] = (max_to_keep, best_to_keep, keep_younger_than)
-    if all(one is None for one in rules) and not abandoned:
+    if (max_to_keep, best_to_keep, keep_younger_than, abandoned) == (None, None, None, False):
         raise typer.BadParameter(
             "nothing says what to keep: give --max-to-keep, --best-to-keep or "
             "--keep-younger-than; or --abandoned, which deletes abandoned checkpoints alone"

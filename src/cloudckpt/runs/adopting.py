@@ -189,9 +189,6 @@ class _Adoption:
             if is_pending_name(info.key.removeprefix(below)) and info.size <= MOST_BYTES
         }
 
-        def is_new(key: str) -> bool:
-            return key not in known or known[key].objects is None
-
         def read(key: str) -> tuple[str, Pending | None]:
             try:
                 data, _ = self._run.view.retrier.call(
@@ -205,7 +202,8 @@ class _Adoption:
                 return key, None
 
         known = {key: pending for key, pending in self._records.items() if key in listed}
-        for key, pending in self._run.view.each(read, filter(is_new, listed)):
+        final = {key for key, pending in known.items() if pending.objects is not None}
+        for key, pending in self._run.view.each(read, [key for key in listed if key not in final]):
             if pending is not None:
                 known[key] = pending
         newest_first = sorted(known, key=lambda key: listed[key], reverse=True)
@@ -333,13 +331,13 @@ class _Adoption:
 
 def _progress(saves: Iterable[Mapping[int, Pending]]) -> str:
     """Describes for a message how many ranks of the most complete save have finished."""
-    best = max(
-        saves, key=lambda by_rank: sum(pending.objects is not None for pending in by_rank.values())
-    )
-    ranks = next(iter(best.values())).ranks
-    done = sum(pending.objects is not None for pending in best.values())
-    sending = len(best) - done
+
+    def finished(by_rank: Mapping[int, Pending]) -> int:
+        return sum(pending.objects is not None for pending in by_rank.values())
+
+    best = max(saves, key=finished)
+    ranks, done = next(iter(best.values())).ranks, finished(best)
     return (
-        f"of {ranks} ranks, {done} have finished, {sending} are uploading, and "
+        f"of {ranks} ranks, {done} have finished, {len(best) - done} are uploading, and "
         f"{ranks - len(best)} have reported nothing"
     )

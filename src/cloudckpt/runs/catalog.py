@@ -373,10 +373,9 @@ class Run:
         summaries = [item for item in listed if item is not None]
         if not summaries:
             run.check_is_run()
-        if steps := sorted(
-            item.step for item in summaries if item.is_committed and item.step is not None
-        ):
-            history = run.history(steps)
+        steps = [item.step for item in summaries if item.is_committed and item.step is not None]
+        if steps:
+            history = run.history(sorted(steps))
             notes = history.line | history.abandoned
             for at, item in enumerate(summaries):
                 if item.step in notes:

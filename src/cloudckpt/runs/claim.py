@@ -228,10 +228,7 @@ class OwnLine(CommitHook):
             CheckpointConflictError: If another job has claimed the run.
             CloudCheckpointError: If the run can't be claimed.
         """
-        if self._begins or not self._is_claimed:
-            claimed = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=True))
-            self.job, self._is_claimed = claimed
-            self._begins = False
+        self._claim_together(saves=True)
         return self.job, self._continues
 
     def for_deletion(self) -> None:
@@ -241,9 +238,15 @@ class OwnLine(CommitHook):
             CheckpointConflictError: If another job has claimed the run.
             CloudCheckpointError: If the run can't be claimed.
         """
-        if not self._is_claimed:
-            claimed = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=False))
+        self._claim_together(saves=False)
+
+    def _claim_together(self, *, saves: bool) -> None:
+        """Claims the run on rank 0 if necessary, and passes the job's name on to all ranks."""
+        begins = saves and self._begins
+        if begins or not self._is_claimed:
+            claimed = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=saves))
             self.job, self._is_claimed = claimed
+            self._begins = self._begins and not saves
 
     def explain(self, error: CloudCheckpointError) -> None:
         """Rewrites the message of an existing step's error if the job did not call ``restore()``.

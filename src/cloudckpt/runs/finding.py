@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import compress
 
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import CheckpointNotFoundError, InvalidURIError
@@ -86,7 +87,7 @@ def runs_beneath(
             others = (name for name in names if root.names.step(name) is None and name[0] != ".")
             beneath += map(uri.join, others)
         are_runs = view.each(lambda group: any(is_checkpoint(view, uri) for uri in group), steps)
-        runs |= {group[0].parent for group, is_run in zip(steps, are_runs, strict=True) if is_run}
+        runs |= {group[0].parent for group in compress(steps, are_runs)}
         level = beneath
     return [Run(uri, step_name=step_name, config=root.config) for uri in sorted(runs, key=str)]
 

@@ -52,8 +52,8 @@ class Preemption:
                 training loop has to end it; a second signal ends it. Outside of the main thread no
                 signal is handled, and a warning is logged.
             is_due: A function that returns whether the job is about to end, for example by the
-                instance's metadata. It is called at each step, and must not block. If it raises, an
-                error is logged, and it is called again at the next step.
+                instance's metadata. It is called at each step, and must not block. If it raises, it
+                is called again at the next step; only the first error is logged.
             deadline: When to save for the last time, in seconds since 1970: the end of the job
                 minus the duration of a save.
 
@@ -85,21 +85,17 @@ class Preemption:
         return self._noticed
 
     def _calls_is_due(self) -> bool:
-        """Calls the ``is_due`` function; False if it is missing or raises."""
-        if self._is_due is None:
-            return False
+        """Calls the ``is_due`` function; False if it is missing or raises, which is logged once."""
         try:
-            is_due = bool(self._is_due())
+            return self._is_due is not None and bool(self._is_due())
         except Exception:
-            if not self._has_failed:  # logged once in a row: it may fail at every step
+            if not self._has_failed:  # it may fail at every step
                 logger.exception(
                     "the is_due function of Preemption raised an error; it is called again at "
                     "each step"
                 )
             self._has_failed = True
             return False
-        self._has_failed = False
-        return is_due
 
     def watch(self) -> None:
         """Begins to handle the signals, until :meth:`ignore` was called as often as this method.

@@ -73,8 +73,8 @@ def restore_newest(
             return step, notes
         return None
 
-    while restored is None and (chosen := meeting.broadcast_from_first(next_on_line)) is not None:
-        step, notes = chosen
+    while restored is None and (pair := meeting.broadcast_from_first(next_on_line)) is not None:
+        step, notes = pair
         try:
             if not isinstance(notes, Notes):
                 raise notes
@@ -232,9 +232,7 @@ def _selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> d
     for key, value in state.items():
         name = f"{path}{key}"
         is_nested = isinstance(value, dict)  # otherwise it may be an object with a state_dict()
-        if any(fnmatchcase(name, pattern) for pattern in keys) or (
-            f"{name}.*" in keys and not is_nested
-        ):
+        if any(fnmatchcase(name, glob) for glob in keys) or (f"{name}.*" in keys and not is_nested):
             selected[key] = value
         elif is_nested and (inner := _selected(value, keys, f"{name}.")):
             selected[key] = inner

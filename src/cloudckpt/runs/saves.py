@@ -176,14 +176,11 @@ class Saves:
             when = None if newest is None else newest.when
             settled = [save for save in self._all if save.outcome in ("committed", "failed")]
             is_well = bool(settled) and settled[-1].outcome == "committed"
+            open_steps = [save.step for save in self._all if save.outcome == "under way"]
             return RunStatus(
                 newest_step=None if newest is None else newest.step,
                 newest_age=None if when is None else time.monotonic() - when,
-                under_way=tuple(
-                    save.step
-                    for save in self._all
-                    if save.outcome == "under way" and save.step is not None
-                ),
+                under_way=tuple(step for step in open_steps if step is not None),
                 failures_in_row=0 if is_well else self._row(),
                 last_failure=self.last_failure,
             )
@@ -253,11 +250,8 @@ def saving_options(
             "your CheckpointerConfig has its own options: pass config= to that instead"
         )
     options = given if given is not None else CheckpointerConfig()
-    options = options if config is None else replace(options, config=config)
-    if incremental:
-        made = replace(config_or_default(options.config), incremental=True)
-        options = replace(options, config=made)
-    return options
+    config = config_or_default(options.config if config is None else config)
+    return replace(options, config=replace(config, incremental=incremental or config.incremental))
 
 
 def _make_notes(

@@ -137,9 +137,8 @@ class _Content:
         for stored in part.commit.objects:
             own = [] if stored.folder else by_key.pop(key := uri.key(stored.name), [])
             if not stored.folder and store.uri(key) not in reported:
-                whole = StoredBytes(
-                    key, 0, stored.size, None, stored.size, f"a part of {stored.name}"
-                )
+                what = f"a part of {stored.name}"
+                whole = StoredBytes(key, 0, stored.size, None, stored.size, what)
                 objects.append(_Object(whole, part.commit.checksum, stored.checksum, own))
         objects += [_Object(item) for of_object in by_key.values() for item in of_object]
         nbytes, has_checksums = sum(item.nbytes for item in items), part.has_checksums
@@ -259,9 +258,8 @@ def _read(
     """
     errors: list[CheckpointCorruptError] = []
     wanted = [Wanted(read.unit.whole, 0, read.unit.whole.nbytes, read, True) for read in reads]
-    download(
-        open_store(uri, config), wanted, config, TransferStats(str(uri)), damaged=errors.append
-    )
+    store, stats = open_store(uri, config), TransferStats(str(uri))
+    download(store, wanted, config, stats, damaged=errors.append)
     return sorted(
         errors,
         key=lambda error: [(one.object, one.start or 0, one.item) for one in error.damages],
