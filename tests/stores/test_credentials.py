@@ -1,6 +1,5 @@
 """Credentials: never shown, named when they can't be right, looked for anew when refused."""
 
-import contextlib
 import gc
 import html
 import itertools
@@ -392,7 +391,7 @@ class Key:
 
 def test_issued_credentials_that_fail_before_a_first_success_are_tried_again():
     key = Key()
-    credentials = Credentials(lambda: key, contextlib.nullcontext)
+    credentials = Credentials(lambda: key, lambda error: error)
     key.failure = CredentialsError("the service refuses")
     with pytest.raises(CredentialsError):  # none were ever issued: the job is misconfigured
         credentials.get()
@@ -417,7 +416,7 @@ def test_many_threads_whose_credentials_failed_look_once():
             raise CredentialsError("the service is silent")
         return key
 
-    credentials = Credentials(look, contextlib.nullcontext)
+    credentials = Credentials(look, lambda error: error)
     credentials.get()
     key.failure = CredentialsError("expired")
     with pytest.raises(ConnectionLostError):

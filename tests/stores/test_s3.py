@@ -24,7 +24,6 @@ from cloudckpt.errors import (
     TransientStoreError,
     WrongRegionError,
 )
-from cloudckpt.stores.rest import Request
 from cloudckpt.stores.s3.access import BucketAccess
 from cloudckpt.stores.s3.store import S3Store
 from support.dialects import (
@@ -158,7 +157,7 @@ def test_on_aws_the_bucket_is_followed_to_another_host(anonymous):
     urls = [f"{access.base}run/object?partNumber=1", f"{access.bucket_url}?delete"]
 
     def sent(url):
-        return access.authorize(Request("GET", url, {}), {}, *access.credentials.get())
+        return access.authorize("GET", url, {}, (), access.credentials.get())
 
     assert [sent(url)[0] for url in urls] == urls
     assert access.follow("eu-west-3", *sent(urls[0]))

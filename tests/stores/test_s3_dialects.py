@@ -35,7 +35,7 @@ from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.registry import open_store
 from cloudckpt.stores.s3 import store as s3
-from cloudckpt.stores.s3.credentials import Keys
+from cloudckpt.stores.s3.access import Keys
 from cloudckpt.stores.s3.dialects import AWS, DIALECTS, EXPRESS, dialect_of
 from cloudckpt.uri import CheckpointURI
 from dcp.values import assert_same, blank_like

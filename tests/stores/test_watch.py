@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from cloudckpt.stores.http import stalls as module
-from cloudckpt.stores.http.stalls import Counter, Watch
+from cloudckpt.stores.http import connections as module
+from cloudckpt.stores.http.connections import Counter, Watch
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from cloudckpt.errors import ServerError
-from cloudckpt.stores.http.bodies import reading
+from cloudckpt.stores.rest import reading
 from cloudckpt.stores.xml_api import error_fields, text, unqualified
 
 URI = "s3://bucket/run"
@@ -47,7 +47,7 @@ HOSTILE = {
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 def test_an_answer_that_is_no_answer_is_a_named_error(body):
     with pytest.raises(ServerError, match="can't be understood") as caught, reading(URI):
-        unqualified(body, URI)
+        unqualified(body)
     assert caught.value.uri == URI
 
 
@@ -76,5 +76,5 @@ def test_an_answer_may_be_in_any_encoding_that_is_known(name):
 def test_a_page_of_many_objects_is_read():
     entry = "<Blob><Name>key</Name><P>" + "<Q>x</Q>" * 30 + "</P></Blob>"
     page = f"\n <?xml version='1.0'?><E xmlns='urn:x'>{entry * 5000}</E>"
-    names = [text(blob, "Name") for blob in unqualified(page.encode(), URI).iter("Blob")]
+    names = [text(blob, "Name") for blob in unqualified(page.encode()).iter("Blob")]
     assert names == ["key"] * 5000

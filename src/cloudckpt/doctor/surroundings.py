@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warning
 from cloudckpt.stores.credentials import Origin
-from cloudckpt.stores.http.bodies import http_date
 from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.options import Route
+from cloudckpt.stores.rest import http_date
 
 __all__ = ["Connection", "credentials", "endpoint"]
 

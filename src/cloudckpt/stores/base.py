@@ -91,10 +91,6 @@ class ObjectInfo:
 
     answered: float | None = field(default=None, compare=False)
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.size < 1 << 63:
-            raise ValueError(f"the size of an object can't be {self.size} bytes")
-
     @property
     def age(self) -> float | None:
         """Seconds between the last write and the response, to the second; None if unknown."""

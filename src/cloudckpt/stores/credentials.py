@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from cloudckpt.errors import (
     CloudCheckpointError,
@@ -19,16 +18,21 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores.http.tls_errors import lasting_failure
+from cloudckpt.stores.base import Body
+from cloudckpt.stores.http.failures import lasting_tls_failure
+from cloudckpt.stores.http.options import HttpOptions, Route
 from cloudckpt.stores.redaction import raise_alone, reason
 
 __all__ = [
+    "Access",
     "Credentials",
     "Errors",
+    "Issued",
+    "NoCredentials",
     "Origin",
     "SharedCall",
     "Source",
-    "fetching",
+    "fetch_error",
     "take_over",
     "variables",
 ]
@@ -64,11 +68,31 @@ class Source(Protocol):
         """Returns where the credentials come from; call it after `secrets`."""
 
 
+class NoCredentials:
+    """The source for requests without credentials."""
+
+    def secrets(self) -> tuple[str, ...]:
+        return ()
+
+    def origin(self) -> Origin:
+        return Origin(source="none are sent: anonymous=True, or the endpoint is not https")
+
+
+class Issued(NamedTuple):
+    """A source of credentials, and the secrets that it has issued for a request."""
+
+    source: Any
+    secrets: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"Issued({self.source!r})"
+
+
 S = TypeVar("S", bound=Source)
 T = TypeVar("T")
 
-Errors = Callable[[], AbstractContextManager[None]]
-"""Makes a context that converts the exceptions of a vendor's SDK, see :func:`fetching`."""
+Errors = Callable[[Exception], CloudCheckpointError]
+"""Converts the exceptions of a vendor's SDK, see :func:`fetch_error`."""
 
 _LONGEST_WAIT = 120.0  # seconds to wait for another thread that looks credentials up
 
@@ -100,12 +124,11 @@ class SharedCall(Generic[T]):
         try:
             if self._ended <= asked:
                 try:
-                    with self._errors():
-                        self._outcome = self._call()
-                except StoreError as error:
-                    self._outcome = error
+                    self._outcome = self._call()
+                except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
+                    self._outcome = self._errors(exc)
                 self._ended = time.monotonic()
-            if isinstance(self._outcome, StoreError):
+            if isinstance(self._outcome, CloudCheckpointError):
                 raise_alone(copy.copy(self._outcome))
             return cast(T, self._outcome)
         finally:
@@ -142,10 +165,12 @@ class Credentials(Generic[S]):
         self._has_failed = False
         self._were_issued = False
         self.have_worked = False
-        with errors():
+        try:
             self.current = look()
+        except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
+            raise_alone(errors(exc))
 
-    def get(self) -> tuple[S, tuple[str, ...]]:
+    def get(self) -> Issued:
         """Returns the source for the next request, and its secrets; renews them if they are due.
 
         They are looked up again if they could not be fetched before. Once a source has issued
@@ -160,20 +185,19 @@ class Credentials(Generic[S]):
                 self.current, _ = self._look_again()
                 self._has_failed = False
             source = self.current
-            with self._errors():
-                secrets = source.secrets()
+            secrets = source.secrets()
             self._were_issued = True
-            return source, secrets
-        except StoreError as error:
+            return Issued(source, secrets)
+        except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
+            error = self._errors(exc)
+        if isinstance(error, StoreError):
             error.certain = True
-            if not isinstance(error, CredentialsError):
-                raise
+        if isinstance(error, CredentialsError):
             self._has_failed = True
-            if not self._were_issued:
-                raise
-            text = "the credentials can't be refreshed at the moment; it is tried again"
-            later = ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
-        raise later
+            if self._were_issued:
+                text = "the credentials can't be refreshed at the moment; it is tried again"
+                error = ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
+        raise error
 
     def renew(self, refused: S, secrets: tuple[str, ...]) -> bool:
         """Looks refused credentials up again; returns whether the store now has different ones.
@@ -199,45 +223,70 @@ class Credentials(Generic[S]):
         return True
 
 
-@contextlib.contextmanager
-def fetching(
+def fetch_error(
+    exc: Exception,
     whose: str,
     uri: str | None,
     *,
     is_passing: Callable[[Exception], bool],
     said: Callable[[Exception], str] = reason,
-) -> Iterator[None]:
-    """Converts the exceptions of an SDK's credentials lookup or refresh to cloudckpt's errors.
+) -> CloudCheckpointError:
+    """Converts an exception of an SDK's credentials lookup or refresh to cloudckpt's error.
 
     Args:
+        exc: The exception; cloudckpt's own errors are returned unchanged.
         whose: The vendor's name, for messages.
         uri: The bucket that the credentials are for.
         is_passing: Returns whether an exception means that a service does not respond or is
             overloaded.
         said: Returns an exception's message without credentials.
 
-    Raises:
-        TLSError: If the TLS connection to the service fails for a lasting reason.
-        ConnectionLostError: If the service does not respond or is overloaded.
-        CredentialsError: For any other exception of the SDK.
+    Returns:
+        A TLSError if the TLS connection to the service fails for a lasting reason; a
+        ConnectionLostError if the service does not respond or is overloaded; else a
+        CredentialsError.
     """
-    try:
-        yield
-    except CloudCheckpointError:
-        raise
-    except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
-        error: StoreError | None = lasting_failure(exc, "the credentials service")
-        if error is not None:
-            error.uri, error.cause = uri, said(exc)
-        elif is_passing(exc):
-            text = f"the {whose} credentials can't be fetched at the moment; it is tried again"
-            error = ConnectionLostError(text, uri=uri, cause=said(exc), certain=True)
-        else:
-            text = (
-                f"the {whose} credentials can't be used; see the cause, and correct or renew them"
-            )
-            error = CredentialsError(text, uri=uri, cause=said(exc), certain=True)
-        raise_alone(error)
+    if isinstance(exc, CloudCheckpointError):
+        return exc
+    error: StoreError | None = lasting_tls_failure(exc, "the credentials service")
+    if error is not None:
+        error.uri, error.cause = uri, said(exc)
+        return error
+    if is_passing(exc):
+        text = f"the {whose} credentials can't be fetched at the moment; it is tried again"
+        return ConnectionLostError(text, uri=uri, cause=said(exc), certain=True)
+    text = f"the {whose} credentials can't be used; see the cause, and correct or renew them"
+    return CredentialsError(text, uri=uri, cause=said(exc), certain=True)
+
+
+class Access(ABC):
+    """The endpoint and credentials of one bucket.
+
+    Attributes:
+        url: The URL of the bucket.
+        endpoint_from: The setting that supplied the endpoint.
+        http_options: The options of connections to it.
+        credentials: The credentials that authorize requests.
+    """
+
+    url: str
+    endpoint_from: str
+    http_options: HttpOptions
+    credentials: Credentials[Any]
+
+    @abstractmethod
+    def authorize(
+        self, method: str, url: str, headers: dict[str, str], body: Body, issued: Issued
+    ) -> tuple[str, Mapping[str, str]]:
+        """Signs a request.
+
+        Returns:
+            The URL and all headers to send, given the other headers, which may be changed.
+        """
+
+    def route(self) -> Route:
+        """Returns the bucket's URL, and the settings that it comes from."""
+        return Route(url=self.url, endpoint_from=self.endpoint_from, http=self.http_options)
 
 
 _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from cloudckpt import errors
 from cloudckpt.errors import StoreError
-from cloudckpt.stores.http.bodies import http_date
 from cloudckpt.stores.redaction import told
+from cloudckpt.stores.rest import http_date
 
 __all__ = ["DAMAGED", "Meaning", "Refusal", "kind_of", "refusal", "retry_after"]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
 from cloudckpt.errors import (
@@ -34,27 +36,25 @@ from cloudckpt.stores.base import (
     ObjectStore,
     Progress,
     Retry,
-    nbytes,
     once,
 )
-from cloudckpt.stores.credentials import Credentials, Origin, fetching
-from cloudckpt.stores.http.bodies import Reply, http_date, reading
-from cloudckpt.stores.http.client import HttpClient
+from cloudckpt.stores.credentials import Access, Origin
+from cloudckpt.stores.http.client import HttpClient, Reply, StoppedError, whole_number
 from cloudckpt.stores.http.expect import EXPECT
-from cloudckpt.stores.http.options import HttpOptions, Route
-from cloudckpt.stores.redaction import conceal
+from cloudckpt.stores.redaction import conceal, raise_alone, reason
 from cloudckpt.waiting import current
 
 __all__ = [
     "SUCCESS",
     "UNRESERVED",
-    "Access",
     "Marks",
     "Page",
-    "Request",
     "RestStore",
     "Signed",
     "encode_query",
+    "http_date",
+    "iso_date",
+    "reading",
 ]
 
 P = TypeVar("P")
@@ -74,33 +74,10 @@ _MOST_SKEW = 120.0  # seconds of clock difference; stores tolerate five to fifte
 _BUSY = 60.0  # seconds after a 429 or 503 during which the store is taken for throttling
 _LARGE = 1024**2  # bytes of a body from which an extra round trip pays off
 _NO_EXPECTATIONS = 417
+_EMPTY = re.compile("=(?=&|$)")  # after a parameter without a value
 
 
-@dataclass(frozen=True, repr=False)  # repr: headers may hold credentials for a copy's source
-class Request:
-    """A request before it is signed, without Content-Length and Authorization.
-
-    Attributes:
-        method: The HTTP method.
-        url: The URL.
-        headers: Header names and values.
-        body: The bytes to send.
-        progress: See :data:`~cloudckpt.stores.base.Progress`.
-        key: The key that the request is about, for messages.
-        is_long: Whether the response may take as long as that to a completion.
-    """
-
-    method: str
-    url: str
-    headers: Mapping[str, str]
-    body: Body = ()
-    progress: Progress | None = None
-    key: str = ""
-    is_long: bool = False
-
-
-@dataclass(frozen=True, repr=False)
-class Signed:
+class Signed(NamedTuple):
     """A signed request: the final URL, all headers, and the credentials that signed it."""
 
     url: str
@@ -108,35 +85,8 @@ class Signed:
     source: Any
     secrets: tuple[str, ...]
 
-
-class Access(ABC):
-    """The endpoint and credentials of one bucket.
-
-    Attributes:
-        url: The URL of the bucket.
-        endpoint_from: The setting that supplied the endpoint.
-        http_options: The options of connections to it.
-        credentials: The credentials that authorize requests.
-    """
-
-    url: str
-    endpoint_from: str
-    http_options: HttpOptions
-    credentials: Credentials[Any]
-
-    @abstractmethod
-    def authorize(
-        self, request: Request, headers: dict[str, str], source: Any, secrets: tuple[str, ...]
-    ) -> tuple[str, Mapping[str, str]]:
-        """Signs a request by a source of credentials, whose secrets are given.
-
-        Returns:
-            The URL and all headers to send, given the other headers.
-        """
-
-    def route(self) -> Route:
-        """Returns the bucket's URL, and the settings that it comes from."""
-        return Route(url=self.url, endpoint_from=self.endpoint_from, http=self.http_options)
+    def __repr__(self) -> str:
+        return f"Signed({self.url.partition('?')[0]!r})"  # the rest may hold credentials
 
 
 class RestStore(ObjectStore):
@@ -201,16 +151,6 @@ class RestStore(ObjectStore):
     ) -> contextlib.AbstractContextManager[Reply]:
         """Sends a GET for an object's content, of `if_version` if given; yields the response."""
 
-    def _version(self, reply: Reply, key: str) -> str:
-        """Returns the object's version according to a response."""
-        return self.tag_of(reply.headers.get(self.version_header), key)
-
-    def _length(self, reply: Reply, key: str) -> int:
-        """Returns the object's size, from the response to a HEAD or a GET of the whole object."""
-        if reply.length is None:
-            raise ConnectionLostError("the response has no length", uri=self.uri(key))
-        return reply.length
-
     def naming(self, attempt: str) -> dict[str, str]:
         """Returns the metadata header that stores the write's name; empty if `attempt` is."""
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
@@ -256,8 +196,7 @@ class RestStore(ObjectStore):
         Raises:
             StoreError: For any other status, or if the block can't parse the response.
         """
-        request = Request(method, url, headers, body, progress, key, is_long)
-        uri, waiting = self.uri(key), current()
+        uri, waiting = f"{self.root}/{key}", current()
         was_certain, seen = True, set[type[StoreError]]()
         signed: Signed | None = None
         reply: Reply | None = None
@@ -266,7 +205,7 @@ class RestStore(ObjectStore):
                 while reply is None:
                     signed = None
                     try:
-                        signed = self._signed(request)
+                        signed = self._signed(method, url, headers, body, key)
                         if waiting is not None:
                             waiting.sends(f"{method} {uri}")
                         answer = stack.enter_context(
@@ -306,30 +245,34 @@ class RestStore(ObjectStore):
             self._busy_until = time.monotonic() + _BUSY
         return error
 
-    def _signed(self, request: Request) -> Signed:
+    def _signed(
+        self, method: str, url: str, headers: Mapping[str, str], body: Body, key: str
+    ) -> Signed:
         """Signs a request, after fetching credentials if necessary.
 
         Raises:
             StoreError: As :meth:`Credentials.get`; certain, as nothing was sent.
         """
-        if not {".", ".."}.isdisjoint(request.key.split("/")):
+        if not {".", ".."}.isdisjoint(key.split("/")):
             raise InvalidRequestError(
                 "a key can't contain the segments '.' and '..': choose another name", certain=True
             )
-        size, given = nbytes(request.body), dict(request.headers)
-        if request.body or request.method in ("PUT", "POST"):
+        size, given = sum(map(len, body)), dict(headers)
+        if body or method in ("PUT", "POST"):
             given = {"Content-Length": str(size), **given}
-        source, secrets = self._credentials.get()
+        issued = self._credentials.get()
         try:
-            with fetching("store's", None, is_passing=lambda exc: False, said=_class_of):
-                url, headers = self._authorize(request, given, source, secrets)
+            url, headers = self._authorize(method, url, given, body, issued)
         except StoreError as error:
             error.certain = True  # nothing was sent
             raise
+        except Exception as exc:  # noqa: BLE001 - such as a credential that can't be encoded
+            text = "the store's credentials can't be used; correct or renew them"
+            raise_alone(CredentialsError(text, cause=type(exc).__name__, certain=True))
         # the body is then sent only after the server's 100 Continue, see http.expect
         if self._knows_expect and size >= _LARGE and time.monotonic() < self._busy_until:
             headers = {**headers, **EXPECT}  # not signed: proxies may drop it
-        return Signed(url, headers, source, secrets)
+        return Signed(url, headers, *issued)
 
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
         """Returns whether a refused request may succeed if it is signed and sent again.
@@ -353,17 +296,21 @@ class RestStore(ObjectStore):
         return self._credentials.renew(signed.source, signed.secrets)
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
-        for objects, _ in self._listed(prefix, retry, ""):
+        for objects, _ in self._pages(prefix, "", retry):
             yield from objects
 
     def list_level(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo | str]:
-        for objects, folders in self._listed(prefix, retry, "/"):
+        for objects, folders in self._pages(prefix, "/", retry):
             yield from objects
             yield from (folder.removeprefix(prefix).rstrip("/") for folder in folders)
 
-    @abstractmethod
-    def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:
+    def _pages(self, prefix: str, delimiter: str, retry: Retry) -> Iterator[Page]:
         """Yields the pages of a listing; keys beyond `delimiter` are grouped into folders."""
+        return self._all_pages(prefix, functools.partial(self._page, prefix, delimiter), retry)
+
+    @abstractmethod
+    def _page(self, prefix: str, delimiter: str, marks: Marks) -> tuple[Page, Marks | None]:
+        """Requests one page of a listing, see `_all_pages`."""
 
     def _all_pages(
         self, prefix: str, ask: Callable[[Marks], tuple[P, Marks | None]], retry: Retry
@@ -421,7 +368,7 @@ class RestStore(ObjectStore):
             with self.exchange(
                 "PUT", self.object_url(key), headers, body, progress, key=key
             ) as reply:
-                return ObjectInfo(key, nbytes(body), self._version(reply, key))
+                return self._described(reply, key, sum(map(len, body)))
         except ObjectNotFoundError as error:
             if if_version is None:
                 raise
@@ -434,11 +381,11 @@ class RestStore(ObjectStore):
 
     def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         with self._read(key, None, {}) as reply:
-            size = self._length(reply, key)
-            self.check_size(key, size, limit)
-            data = bytearray(size)
+            info = self._described(reply, key, whole_number(reply.headers.get("Content-Length")))
+            self.check_size(key, info.size, limit)
+            data = bytearray(info.size)
             reply.read_into([memoryview(data)])
-            return data, ObjectInfo(key, len(data), self._version(reply, key))
+            return data, info
 
     def get_range(
         self,
@@ -449,17 +396,16 @@ class RestStore(ObjectStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        size = nbytes(into)
+        size = sum(map(len, into))
         wanted = {"Range": f"bytes={start}-{start + size - 1}"}
         with self._read(key, if_version, wanted) as reply:
-            total = reply.check_range(start, size, self.uri(key))
-            version = self._version(reply, key)
+            info = self._described(reply, key, reply.check_range(start, size))
             try:
                 reply.read_into(into, progress)
             except ConnectionLostError as error:
-                error.version = version
+                error.version = info.version
                 raise
-            return self._described(reply, key, total)
+            return info
 
     def head(self, key: str) -> ObjectInfo:
         try:
@@ -475,14 +421,14 @@ class RestStore(ObjectStore):
 
     def _head(self, key: str) -> ObjectInfo:
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
-            return self._described(reply, key, self._length(reply, key))
+            return self._described(reply, key, whole_number(reply.headers.get("Content-Length")))
 
     def _described(self, reply: Reply, key: str, size: int) -> ObjectInfo:
         """Returns the ObjectInfo that a response's headers describe."""
         return ObjectInfo(
             key,
             size,
-            self._version(reply, key),
+            self.tag_of(reply.headers.get(self.version_header), key),
             attempt=reply.headers.get(self.metadata_prefix + ATTEMPT, ""),
             modified=http_date(reply.headers.get("Last-Modified", "")),
             answered=http_date(reply.headers.get("Date", "")),
@@ -535,11 +481,6 @@ class RestStore(ObjectStore):
         self._http.close()
 
 
-def _class_of(exc: Exception) -> str:
-    """Returns an exception's class: its text may quote a credential that can't be encoded."""
-    return type(exc).__name__
-
-
 def _expired(refused: CredentialsError) -> ExpiredCredentialsError:
     """Returns a refusal of previously accepted credentials as a transient error."""
     error = ExpiredCredentialsError(
@@ -551,7 +492,40 @@ def _expired(refused: CredentialsError) -> ExpiredCredentialsError:
 
 def encode_query(query: Mapping[str, str]) -> str:
     """Returns the query string of a URL; empty values are written without an equals sign."""
-    return "&".join(
-        urlencode({name: value}, quote_via=quote) if value else quote(name)
-        for name, value in query.items()
-    )
+    return _EMPTY.sub("", urlencode(query, quote_via=quote))
+
+
+@contextlib.contextmanager
+def reading(uri: str) -> Iterator[None]:
+    """Converts whatever the block raises while it parses a response to a retryable ServerError.
+
+    All parsing of received data happens within such a block, so parsers need no checks for
+    malformed responses. Errors of cloudckpt and exceptions of ``progress`` pass unchanged.
+    """
+    try:
+        yield
+    except (CloudCheckpointError, StoppedError, MemoryError):
+        raise
+    except Exception as exc:
+        raise ServerError(
+            "the store's response can't be understood; check the endpoint and the proxy",
+            uri=uri,
+            cause=reason(exc),
+        ) from exc
+
+
+def iso_date(text: str) -> float | None:
+    """Converts an RFC 3339 time to seconds since 1970; None if it is not one."""
+    try:
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def http_date(text: str) -> float | None:
+    """Converts the time of an HTTP header to seconds since 1970; None if it is not one."""
+    try:
+        date = parsedate_to_datetime(text)
+        return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()
+    except (TypeError, ValueError, LookupError, OverflowError):
+        return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ElementTree
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from urllib.parse import unquote_plus
 from xml.etree.ElementTree import Element
 
@@ -18,19 +19,17 @@ from cloudckpt.stores.base import (
     Progress,
     Retry,
     Upload,
-    nbytes,
     once,
     random_suffix,
     whole_checksum,
 )
-from cloudckpt.stores.http.bodies import Reply, iso_date
+from cloudckpt.stores.http.client import Reply
 from cloudckpt.stores.redaction import told
-from cloudckpt.stores.rest import Marks, RestStore, encode_query
+from cloudckpt.stores.rest import Marks, RestStore, encode_query, iso_date
 
 __all__ = [
     "XmlStore",
     "error_fields",
-    "key_text",
     "required",
     "result_of",
     "text",
@@ -45,35 +44,35 @@ _NO_XML = (ElementTree.ParseError, LookupError, ValueError)
 _NOT_THE_XML = "the store's response is not the expected XML; check the endpoint and the proxy"
 
 
-def unqualified(body: bytes, uri: str, name: str = "") -> Element:
+def unqualified(body: bytes, name: str = "") -> Element:
     """Parses an XML response and returns its root, with all namespaces removed from the tags.
+
+    Refused is a body that would take far more memory than its size suggests: one with a document
+    type (which may declare entities), NUL bytes, or more than `_MOST_TAGS` tags. The count is
+    reliable: in every single-byte encoding that expat reads, a tag begins with the ASCII byte
+    ``<``.
 
     Args:
         body: The body of the response.
-        uri: The object or bucket that was requested, for messages.
         name: The tag that the root must have; empty: any. Needed where an absent child would be
-            taken for a missing object.
+            taken for a missing object. A sign-in page of a proxy may be valid XML, and would be
+            taken for an empty listing.
 
     Raises:
         ServerError: If the root has another tag.
-        Exception: If the body is not valid XML; :func:`~.http.bodies.reading` turns it into a
-            ServerError.
+        Exception: If the body is not valid XML; :func:`~.rest.reading` turns it into a ServerError.
     """
-    root = _parsed(body)
+    if b"\0" in body or b"<!DOCTYPE" in body or body.count(b"<") > _MOST_TAGS:
+        raise ElementTree.ParseError(
+            "the XML has a document type or too many elements, or is not text"
+        )
+    # a store sends white space before the XML to keep the connection alive
+    root = ElementTree.fromstring(body.lstrip())  # noqa: S314 - bounded above
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     if name and root.tag != name:
-        raise _another_root(root.tag, name, uri)
+        raise ServerError(_NOT_THE_XML, cause=f"<{told(root.tag)}> instead of <{name}>")
     return root
-
-
-def _another_root(found: str, wanted: str, uri: str) -> ServerError:
-    """Returns the error for XML with an unexpected root.
-
-    A sign-in page of a proxy may be valid XML, and would be taken for an empty listing.
-    """
-    cause = f"<{told(found)}> instead of <{wanted}>" if found else f"no <{wanted}>"
-    return ServerError(_NOT_THE_XML, uri=uri, cause=cause)
 
 
 def text(element: Element, name: str) -> str:
@@ -88,11 +87,6 @@ def required(element: Element, name: str) -> str:
     raise ValueError(f"an entry of the listing has no {name}")
 
 
-def key_text(root: Element, key: str) -> str:
-    """Returns a key of a listing, decoded if the response says ``encoding-type=url``."""
-    return unquote_plus(key) if text(root, "EncodingType") == "url" else key
-
-
 def result_of(store: RestStore, reply: Reply, action: str, uri: str) -> Element:
     """Returns the root of the response to a long operation, such as a completion or a copy.
 
@@ -105,7 +99,7 @@ def result_of(store: RestStore, reply: Reply, action: str, uri: str) -> Element:
     answer = reply.read_all()
     if not answer.strip():
         return Element("")
-    root = unqualified(answer, uri)
+    root = unqualified(answer)
     if root.tag == "Error":
         raise store.belated(reply.headers, answer, action, uri)
     return root
@@ -118,27 +112,12 @@ def error_fields(body: bytes) -> Mapping[str, str]:
     same names.
     """
     try:
-        root = _parsed(body)
+        root = unqualified(body)
     except _NO_XML:
         return {}
-    if root.tag.rpartition("}")[2] != "Error":
+    if root.tag != "Error":
         return {}
-    return {el.tag.rpartition("}")[2]: (el.text or "").strip() for el in root.iter()}
-
-
-def _parsed(body: bytes) -> Element:
-    """Parses XML, but refuses a body that would take far more memory than its size suggests.
-
-    Refused are a document type (which may declare entities), NUL bytes, and more than `_MOST_TAGS`
-    tags. The count is reliable: in every single-byte encoding that expat reads, a tag begins with
-    the ASCII byte ``<``.
-    """
-    if b"\0" in body or b"<!DOCTYPE" in body or body.count(b"<") > _MOST_TAGS:
-        raise ElementTree.ParseError(
-            "the XML has a document type or too many elements, or is not text"
-        )
-    # a store sends white space before the XML to keep the connection alive
-    return ElementTree.fromstring(body.lstrip())  # noqa: S314 - bounded above
+    return {element.tag: (element.text or "").strip() for element in root.iter()}
 
 
 class XmlStore(RestStore):
@@ -167,7 +146,7 @@ class XmlStore(RestStore):
         url, attempt = self.object_url(key, {"uploads": ""}), random_suffix()
         headers = {**self.creation_headers, **self.naming(attempt)}
         with self.exchange("POST", url, headers, key=key) as reply:
-            upload_id = text(unqualified(reply.read_all(), self.uri(key)), "UploadId")
+            upload_id = text(unqualified(reply.read_all()), "UploadId")
         if not upload_id:
             raise ServerError("the response has no upload ID", uri=self.uri(key))
         return Upload(key, upload_id, part_size, attempt=attempt)
@@ -185,7 +164,7 @@ class XmlStore(RestStore):
         headers = self.part_headers(checksum)
         with self.exchange("PUT", url, headers, body, progress, key=upload.key) as reply:
             tag = self.tag_of(reply.headers.get("ETag"), upload.key)
-        return Part(number, nbytes(body), tag, checksum)
+        return Part(number, sum(map(len, body)), tag, checksum)
 
     def _completed(
         self, upload: Upload, parts: Sequence[Part], condition: Mapping[str, str]
@@ -201,12 +180,11 @@ class XmlStore(RestStore):
             headers |= self.completion_headers(whole)
         url = self.object_url(upload.key, {"uploadId": upload.id})
         body = [memoryview(self._completion(parts))]
-        uri = self.uri(upload.key)
         with self.exchange("POST", url, headers, body, key=upload.key, is_long=True) as reply:
-            root = result_of(self, reply, "POST", uri)
+            root = result_of(self, reply, "POST", self.uri(upload.key))
             tag = text(root, "ETag")
             if not tag and root.tag not in ("", "CompleteMultipartUploadResult"):
-                raise ServerError("the response to the completion of an upload is empty", uri=uri)
+                raise ServerError("the response to the completion of an upload is empty")
             return tag, reply.headers
 
     def _completion(self, parts: Sequence[Part]) -> bytes:
@@ -226,25 +204,28 @@ class XmlStore(RestStore):
         self._removed(upload.key, url, {})
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
-
-        def ask(marks: Marks) -> tuple[list[Upload], Marks | None]:
-            named = zip(("key-marker", "upload-id-marker"), marks, strict=False)
-            more = {name: mark for name, mark in named if mark}
-            query = {"uploads": "", "encoding-type": "url", "prefix": prefix, **more}
-            url = f"{self.bucket_url}?{encode_query(query)}"
-            with self.exchange("GET", url, {}, key=prefix) as reply:
-                uri = self.uri(prefix)
-                page = unqualified(reply.read_all(), uri, "ListMultipartUploadsResult")
-                found = [_open_upload(page, entry) for entry in page.iterfind("Upload")]
-            marker = key_text(page, page.findtext("NextKeyMarker") or "")
-            following = marker, text(page, "NextUploadIdMarker")
-            return found, following if text(page, "IsTruncated") == "true" else None
-
-        for uploads in self._all_pages(prefix, ask, retry):
+        for uploads in self._all_pages(prefix, partial(self._uploads_page, prefix), retry):
             yield from uploads
 
-
-def _open_upload(page: Element, entry: Element) -> Upload:
-    began = iso_date(text(entry, "Initiated"))
-    key = key_text(page, required(entry, "Key"))
-    return Upload(key, required(entry, "UploadId"), 0, began)
+    def _uploads_page(self, prefix: str, marks: Marks) -> tuple[list[Upload], Marks | None]:
+        named = zip(("key-marker", "upload-id-marker"), marks, strict=False)
+        more = {name: mark for name, mark in named if mark}
+        query = {"uploads": "", "encoding-type": "url", "prefix": prefix, **more}
+        url = f"{self.bucket_url}?{encode_query(query)}"
+        with self.exchange("GET", url, {}, key=prefix) as reply:
+            page = unqualified(reply.read_all(), "ListMultipartUploadsResult")
+            decode = unquote_plus if text(page, "EncodingType") == "url" else str
+            found = [
+                Upload(
+                    decode(required(entry, "Key")),
+                    required(entry, "UploadId"),
+                    0,
+                    iso_date(text(entry, "Initiated")),
+                )
+                for entry in page.iterfind("Upload")
+            ]
+            following = (
+                decode(page.findtext("NextKeyMarker") or ""),
+                text(page, "NextUploadIdMarker"),
+            )
+            return found, following if text(page, "IsTruncated") == "true" else None

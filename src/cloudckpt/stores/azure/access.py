@@ -10,10 +10,10 @@ import hmac
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from cloudckpt._version import __version__
@@ -25,11 +25,20 @@ from cloudckpt.errors import (
     MissingDependencyError,
     StoreError,
 )
-from cloudckpt.stores.credentials import Credentials, Errors, Origin, SharedCall, fetching
-from cloudckpt.stores.http.bodies import iso_date
+from cloudckpt.stores.base import Body
+from cloudckpt.stores.credentials import (
+    Access,
+    Credentials,
+    Errors,
+    Issued,
+    NoCredentials,
+    Origin,
+    SharedCall,
+    fetch_error,
+)
 from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
 from cloudckpt.stores.redaction import raise_alone, told
-from cloudckpt.stores.rest import Access, Request
+from cloudckpt.stores.rest import iso_date
 
 try:
     from azure.core.credentials import AccessTokenInfo
@@ -43,7 +52,7 @@ except ImportError as exc:
         cause=exc,
     ) from exc
 
-__all__ = ["ContainerAccess"]
+__all__ = ["ContainerAccess", "Secret"]
 
 API_VERSION = "2021-12-02"
 """The REST API version of all requests.
@@ -109,25 +118,18 @@ class ContainerAccess(Access):
         self.is_azure = _is_azure(parts.hostname)
         self.http_options = HttpOptions.of_environment(config, place.endpoint)
 
-        def look() -> _Source:
+        def look() -> NoCredentials | Secret | _Tokens:
             if config.azure.anonymous:
-                return _Source()
+                return NoCredentials()
             given = _from_environment(container, uri)
             fits = given.account in ("", place.account) and _are_together(given, place)
             if given.sas and not given.key and not given.account and host:
                 # a signature is sent, unlike a key: not to an account that only the URI names
                 fits = False
             if fits and given.key:
-                signing = _SharedKey(place.account, given.key, uri)
-                origin = Origin(source=f"an account key ({given.named_by})", identity=place.account)
-                return _Source(sign=signing.authorization, given=given.key, found=lambda: origin)
+                return _SharedKey(place.account, given, uri)
             if fits and given.sas:
-                origin = Origin(
-                    source=f"a shared access signature ({given.named_by})",
-                    identity=place.account,
-                    ends=_end_of(given.sas),
-                )
-                return _Source(sas=given.sas, given=given.sas, found=lambda: origin)
+                return _Signature(place.account, given)
             if parts.scheme != "https":
                 raise CredentialsError(
                     "no account key and no shared access signature was found for this http "
@@ -146,25 +148,21 @@ class ContainerAccess(Access):
                     f"names: set AZURE_STORAGE_ACCOUNT={place.account} if it belongs to that "
                     "account)"
                 )
-            tokens = _Tokens(config, uri, note, errors)
-            return _Source(token=tokens.get, found=tokens.origin)
+            return _Tokens(config, uri, note, errors)
 
-        errors = partial(fetching, "Azure", uri, is_passing=_is_passing)
+        errors = partial(fetch_error, whose="Azure", uri=uri, is_passing=_is_passing)
         self.credentials = Credentials(look, errors)
 
     def authorize(
-        self, request: Request, headers: dict[str, str], source: Any, secrets: tuple[str, ...]
-    ) -> tuple[str, dict[str, str]]:
-        """Implements :meth:`cloudckpt.stores.rest.Access.authorize`."""
-        method, url = request.method, request.url
+        self, method: str, url: str, headers: dict[str, str], body: Body, issued: Issued
+    ) -> tuple[str, Mapping[str, str]]:
+        """Implements :meth:`cloudckpt.stores.credentials.Access.authorize`."""
         headers["x-ms-version"] = API_VERSION
         headers["x-ms-date"] = email.utils.formatdate(usegmt=True)
-        if source.sas:
-            return f"{url}{'&' if '?' in url else '?'}{source.sas}", headers
-        if source.sign is not None:
-            headers["Authorization"] = source.sign(method, url, headers)
-        elif source.token is not None:
-            headers["Authorization"] = f"Bearer {secrets[0]}"
+        if isinstance(issued.source, _Tokens):
+            headers["Authorization"] = f"Bearer {issued.secrets[0]}"
+        elif isinstance(issued.source, Secret):
+            url = issued.source.authorize(method, url, headers)
         return url, headers
 
     def reaches(self, other: ContainerAccess) -> bool:
@@ -177,54 +175,63 @@ class ContainerAccess(Access):
     def as_source(self, key: str) -> tuple[str, str | None]:
         """Returns a URL from which the store can read a blob, and an Authorization header or None.
 
-        An account key must not be sent; it signs a URL that permits reading this blob for two
-        hours.
-
         Raises:
             StoreError: If there are no credentials, or they can't be renewed.
         """
         url = f"{self.url}/{quote(key, safe='/-._~')}"
         source, secrets = self.credentials.get()
-        if source.token is not None:
+        if isinstance(source, _Tokens):
             return url, f"Bearer {secrets[0]}"
-        sas = source.sas
-        if source.sign is not None:
-            sas = generate_blob_sas(
-                self._place.account,
-                self.container,
-                key,
-                account_key=source.given,
-                permission="r",
-                expiry=datetime.datetime.now(datetime.timezone.utc) + _LONGEST_COPY,
-            )
+        sas = source.sas_of(self.container, key) if isinstance(source, Secret) else ""
         return f"{url}?{sas}" if sas else url, None
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class _Source:
-    """The credentials of one lookup: an account key, a shared access signature, a token, or none.
+class Secret(ABC):
+    """A secret from the environment, which authorizes requests to one account.
 
     Attributes:
-        sign: Returns the Authorization header of a request, signed with the key.
-        sas: The shared access signature, appended to URLs.
-        token: Returns the token.
-        given: The key or signature from the environment, if any.
-        found: Returns where the credentials come from.
+        kind: What it is, for messages.
+        secret: The secret.
+        ends: When it expires, in seconds since 1970, if that is known.
     """
 
-    sign: Callable[[str, str, Mapping[str, str]], str] | None = None
-    sas: str = ""
-    token: Callable[[], str] | None = None
-    given: str = ""
-    found: Callable[[], Origin] = lambda: Origin(source="none are sent: anonymous=True")
+    kind: str
+    secret: str
+    ends: float | None = None
+
+    def __init__(self, account: str, given: _Given) -> None:
+        self._account, self._named_by = account, given.named_by
 
     def secrets(self) -> tuple[str, ...]:
-        if self.token is not None:
-            return (self.token(),)
-        return (self.given,) if self.given else ()
+        return (self.secret,)
 
     def origin(self) -> Origin:
-        return self.found()
+        source = f"{self.kind} ({self._named_by})"
+        return Origin(source=source, identity=self._account, ends=self.ends)
+
+    @abstractmethod
+    def authorize(self, method: str, url: str, headers: dict[str, str]) -> str:
+        """Authorizes a request by its headers, or by its URL, which is returned."""
+
+    @abstractmethod
+    def sas_of(self, container: str, key: str) -> str:
+        """Returns a shared access signature by which the store can read a blob."""
+
+
+class _Signature(Secret):
+    """A shared access signature, which is appended to URLs."""
+
+    kind = "a shared access signature"
+
+    def __init__(self, account: str, given: _Given) -> None:
+        super().__init__(account, given)
+        self.secret, self.ends = given.sas, _end_of(given.sas)
+
+    def authorize(self, method: str, url: str, headers: dict[str, str]) -> str:
+        return f"{url}{'&' if '?' in url else '?'}{self.secret}"
+
+    def sas_of(self, container: str, key: str) -> str:
+        return self.secret
 
 
 class _Tokens:
@@ -248,8 +255,8 @@ class _Tokens:
             user_agent=f"cloudckpt/{__version__}",
         )
 
-    def get(self) -> str:
-        """Returns a valid token.
+    def secrets(self) -> tuple[str, ...]:
+        """Returns a valid token, renewing it if that is due.
 
         Raises:
             CredentialsError: If no source has credentials, or they are refused.
@@ -262,7 +269,7 @@ class _Tokens:
             self._due = now + _PAUSE  # the other threads use the valid token meanwhile
             with contextlib.suppress(StoreError):
                 self._fetch()
-        return self._held.token
+        return (self._held.token,)
 
     def _fetched(self) -> None:
         try:
@@ -291,7 +298,7 @@ class _Tokens:
         return Origin(source=f"azure-identity's {type(found).__name__}", ends=ends)
 
 
-class _SharedKey:
+class _SharedKey(Secret):
     """Signs requests to an account's blobs with its key; sends neither key nor reusable token.
 
     A shared access signature made from the key would be tied to an API version that not every Azure
@@ -299,15 +306,18 @@ class _SharedKey:
     https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key
     """
 
-    def __init__(self, account: str, key: str, uri: str) -> None:
+    kind = "an account key"
+
+    def __init__(self, account: str, given: _Given, uri: str) -> None:
         """Decodes the account key.
 
         Raises:
             CredentialsError: If the key is not valid base64.
         """
-        self._account = account
+        super().__init__(account, given)
+        self.secret = given.key
         try:
-            self._key = base64.b64decode(key, validate=True)
+            self._key = base64.b64decode(given.key, validate=True)
         except ValueError:
             raise_alone(  # without the cause's text, which might quote the key
                 CredentialsError(
@@ -317,8 +327,7 @@ class _SharedKey:
                 )
             )
 
-    def authorization(self, method: str, url: str, headers: Mapping[str, str]) -> str:
-        """Returns the Authorization header of a request, given all its other headers."""
+    def authorize(self, method: str, url: str, headers: dict[str, str]) -> str:
         given = {name.lower(): value.strip() for name, value in headers.items()}
         if given.get("content-length") == "0":
             given["content-length"] = ""
@@ -329,7 +338,21 @@ class _SharedKey:
         pairs = (pair.partition("=") for pair in parts.query.split("&") if pair)
         lines += sorted(f"{name.lower()}:{unquote(value)}" for name, _, value in pairs)
         digest = hmac.digest(self._key, "\n".join(lines).encode(), "sha256")
-        return f"SharedKey {self._account}:{base64.b64encode(digest).decode('ascii')}"
+        signature = base64.b64encode(digest).decode("ascii")
+        headers["Authorization"] = f"SharedKey {self._account}:{signature}"
+        return url
+
+    def sas_of(self, container: str, key: str) -> str:
+        """Returns a signature that permits reading this blob for two hours; the key is not sent."""
+        sas: str = generate_blob_sas(
+            self._account,
+            container,
+            key,
+            account_key=self.secret,
+            permission="r",
+            expiry=datetime.datetime.now(datetime.timezone.utc) + _LONGEST_COPY,
+        )
+        return sas
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

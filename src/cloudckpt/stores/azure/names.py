@@ -22,7 +22,7 @@ _UNFIT = (
 )
 
 
-def check_blob(name: str, uri: str) -> None:
+def check_blob(root: str, name: str) -> None:
     """Raises an error unless Azure would store a blob under exactly this name.
 
     Raises:
@@ -31,7 +31,7 @@ def check_blob(name: str, uri: str) -> None:
     if why := _why_unfit(name):
         raise InvalidRequestError(
             f"the name of the blob {why}; choose another name",
-            uri=uri.encode("utf-8", "backslashreplace").decode(),  # so that it can be printed
+            uri=f"{root}/{name}".encode("utf-8", "backslashreplace").decode(),  # to be printed
             certain=True,
         )
 

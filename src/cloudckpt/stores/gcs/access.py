@@ -5,10 +5,9 @@ google-auth finds credentials and refreshes their tokens.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timezone
 from functools import partial
 from typing import Any
@@ -18,17 +17,26 @@ from cloudckpt.config import Config, GCSOptions
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
     ClockError,
+    CloudCheckpointError,
     CredentialsError,
     MissingDependencyError,
-    StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores.credentials import Credentials, Errors, Origin, SharedCall, fetching
+from cloudckpt.stores.base import Body
+from cloudckpt.stores.credentials import (
+    Access,
+    Credentials,
+    Errors,
+    Issued,
+    NoCredentials,
+    Origin,
+    SharedCall,
+    fetch_error,
+)
+from cloudckpt.stores.http.failures import causes
 from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
-from cloudckpt.stores.http.tls_errors import causes
 from cloudckpt.stores.redaction import raise_alone, told
 from cloudckpt.stores.refusals import kind_of
-from cloudckpt.stores.rest import Access, Request
 
 try:
     import google.auth
@@ -73,14 +81,14 @@ class BucketAccess(Access):
         self._is_anonymous = config.gcs.anonymous
         is_wanted = is_trusted and not config.gcs.anonymous
 
-        def look() -> _Token | _NoToken:
+        def look() -> _Token | NoCredentials:
             if not is_wanted:
-                return _NoToken()
+                return NoCredentials()
             found = _Token(config, uri, errors)
             _check_universe(found.universe, self.endpoint, host, uri)
             return found
 
-        errors = partial(_errors, uri)
+        errors = partial(_error, uri=uri)
         self.credentials = Credentials(look, errors)
 
     def shares_realm(self, other: BucketAccess) -> bool:
@@ -88,22 +96,12 @@ class BucketAccess(Access):
         return (self.endpoint, self._is_anonymous) == (other.endpoint, other._is_anonymous)
 
     def authorize(
-        self, request: Request, headers: dict[str, str], source: Any, secrets: tuple[str, ...]
+        self, method: str, url: str, headers: dict[str, str], body: Body, issued: Issued
     ) -> tuple[str, Mapping[str, str]]:
-        """Implements :meth:`cloudckpt.stores.rest.Access.authorize`."""
-        if isinstance(source, _Token):
-            source.apply(request.method, request.url, headers)
-        return request.url, {**headers, **self._payer}
-
-
-class _NoToken:
-    """A credentials source for anonymous access, and for endpoints without credentials."""
-
-    def secrets(self) -> tuple[str, ...]:
-        return ()
-
-    def origin(self) -> Origin:
-        return Origin(source="none are sent: anonymous=True, or the endpoint is not https")
+        """Implements :meth:`cloudckpt.stores.credentials.Access.authorize`."""
+        if isinstance(issued.source, _Token):
+            issued.source.apply(method, url, headers)
+        return url, {**headers, **self._payer}
 
 
 def _universe() -> str:
@@ -165,7 +163,7 @@ class _Token:
 
     def __init__(self, config: Config, uri: str, errors: Errors) -> None:
         """Finds the application default credentials; `errors` converts google-auth's exceptions."""
-        self._uri, self._errors = uri, errors
+        self._uri = uri
         self._request = _Request()
         self._request.timeout = config.connect_timeout, config.read_timeout
         self._next_refresh = 0.0  # of a valid token, by the monotonic clock
@@ -184,10 +182,9 @@ class _Token:
         """
         if time.monotonic() >= self._next_refresh:
             try:
-                with self._errors():
-                    self._credentials.before_request(self._request, method, url, headers)
+                self._credentials.before_request(self._request, method, url, headers)
                 return
-            except StoreError:
+            except Exception:  # noqa: BLE001 - google-auth raises whatever its sources do
                 self._next_refresh = time.monotonic() + _PAUSE
         self._credentials.apply(headers)
 
@@ -215,21 +212,17 @@ class _Token:
             self._credentials.refresh(self._request)
 
 
-@contextlib.contextmanager
-def _errors(uri: str) -> Iterator[None]:
-    """Converts google-auth's exceptions, see :func:`fetching`."""
-    try:
-        with fetching("Google", uri, is_passing=_is_passing, said=_said):
-            yield
-    except CredentialsError as error:
-        # refused for the time in a service account's signature
-        if "reasonable timeframe" in (error.cause or ""):
-            text = (
-                "this machine's clock is wrong by minutes, so Google issues no access "
-                "token: set the clock by NTP"
-            )
-            raise_alone(ClockError(text, uri=uri, cause=error.cause, certain=True))
-        raise
+def _error(exc: Exception, uri: str) -> CloudCheckpointError:
+    """Converts google-auth's exceptions, see :func:`fetch_error`."""
+    error = fetch_error(exc, "Google", uri, is_passing=_is_passing, said=_said)
+    # refused for the time in a service account's signature
+    if isinstance(error, CredentialsError) and "reasonable timeframe" in (error.cause or ""):
+        text = (
+            "this machine's clock is wrong by minutes, so Google issues no access token: set the "
+            "clock by NTP"
+        )
+        return ClockError(text, uri=uri, cause=error.cause, certain=True)
+    return error
 
 
 def _find(uri: str) -> google.auth.credentials.Credentials:

@@ -11,7 +11,8 @@ from typing import Any
 from cloudckpt.config import GCSOptions
 from cloudckpt.errors import ConfigError
 from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Progress
-from cloudckpt.stores.http.bodies import Reply, iso_date
+from cloudckpt.stores.http.client import Reply, whole_number
+from cloudckpt.stores.rest import iso_date
 
 __all__ = [
     "BRIEF",
@@ -88,7 +89,7 @@ def insertion(resource: Mapping[str, Any], boundary: str) -> tuple[bytes, bytes]
 def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
     """Returns the ObjectInfo of a JSON resource."""
     version = str(int(resource["generation"]))
-    size = int(resource["size"])
+    size = whole_number(str(resource["size"]))
     attempt = str(dict(resource.get("metadata") or {}).get(ATTEMPT, ""))
     crc32c = parse_crc32c(f"crc32c={resource.get('crc32c', '')}")
     modified = iso_date(str(resource.get("timeCreated", "")))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,6 @@ from cloudckpt.stores.base import (
     Progress,
     Retry,
     Upload,
-    nbytes,
     once,
     random_suffix,
     whole_checksum,
@@ -52,8 +52,8 @@ from cloudckpt.stores.gcs.json_api import (
     parse_crc32c,
     resource_of,
 )
-from cloudckpt.stores.http.bodies import Reply, http_date
-from cloudckpt.stores.rest import UNRESERVED, Marks, Page, encode_query
+from cloudckpt.stores.http.client import Reply
+from cloudckpt.stores.rest import UNRESERVED, Marks, Page, encode_query, http_date
 from cloudckpt.stores.xml_api import XmlStore
 
 __all__ = ["GCSStore"]
@@ -66,7 +66,7 @@ _MAX_OBJECT = 5 * 1024**4
 
 _NOT_IMPLEMENTED = 501
 
-_COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-compress", "x-gzip", "zstd"})
+_COMPRESSED = re.compile(r"\b(br|compress|deflate|gzip|zstd)\b", re.IGNORECASE)
 
 
 class GCSStore(XmlStore):
@@ -124,7 +124,7 @@ class GCSStore(XmlStore):
             query["ifGenerationMatch"] = "0" if if_version is None else generation(if_version)
         if options.kms_key_name is not None:
             query["kmsKeyName"] = options.kms_key_name
-        size = nbytes(body)
+        size = sum(map(len, body))
         with self.exchange(
             "POST",
             self._url(f"/upload{self._path}", query),
@@ -241,24 +241,21 @@ class GCSStore(XmlStore):
         url = self._url(f"{self._path}/{quote(key, safe='')}", query)
         self._removed(key, url, {})
 
-    def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:
+    def _page(self, prefix: str, delimiter: str, marks: Marks) -> tuple[Page, Marks | None]:
         query = {
             "projection": "noAcl",
             "prefix": prefix,
             "delimiter": delimiter,
             "fields": f"items({LISTED}),{'prefixes,' if delimiter else ''}nextPageToken",
             **BRIEF,
+            "pageToken": marks[0] if marks else "",
         }
-
-        def ask(marks: Marks) -> tuple[Page, Marks | None]:
-            url = self._url(self._path, {**query, "pageToken": marks[0] if marks else ""})
-            with self.exchange("GET", url, {}, key=prefix) as reply:
-                page = answer_of(reply)
-                found = [described(item, str(item["name"])) for item in page.get("items", ())]
-                token = page.get("nextPageToken")
-                return (found, sorted(page.get("prefixes", ()))), (token,) if token else None
-
-        return self._all_pages(prefix, ask, retry)
+        with self.exchange("GET", self._url(self._path, query), {}, key=prefix) as reply:
+            page, objects = answer_of(reply), list[ObjectInfo]()
+            for item in page.get("items", ()):
+                objects.append(described(item, str(item["name"])))
+            token = page.get("nextPageToken")
+            return (objects, sorted(page.get("prefixes", ()))), (token,) if token else None
 
     def _url(self, path: str, query: Mapping[str, str]) -> str:
         """Returns a URL of the JSON API; names in `path` must be one segment with encoded slashes.
@@ -295,12 +292,10 @@ class GCSStore(XmlStore):
         url = self._url(f"/download{self._path}/{quote(key, safe='')}", query)
         asked = {**headers, "Accept-Encoding": "gzip"}
         with self.exchange("GET", url, asked, key=key) as reply:
-            _check_encoding(reply, self.uri(key))
+            _check_encoding(reply)
             # an emulator may ignore the condition
-            if if_version and self._version(reply, key) != if_version:
-                raise PreconditionFailedError(
-                    "the object was replaced after its version was read", uri=self.uri(key)
-                )
+            if if_version and reply.headers.get(self.version_header) != if_version:
+                raise PreconditionFailedError("the object was replaced after its version was read")
             yield reply
 
     def failure(
@@ -310,14 +305,11 @@ class GCSStore(XmlStore):
         return from_answer(status, headers, body, action, uri, is_google=is_google)
 
 
-def _check_encoding(reply: Reply, uri: str) -> None:
+def _check_encoding(reply: Reply) -> None:
     for name in ("content-encoding", "x-goog-stored-content-encoding"):
-        codings = {coding.strip().lower() for coding in reply.headers.get(name, "").split(",")}
-        if found := codings & _COMPRESSIONS:
-            coding = ", ".join(sorted(found))
+        if found := _COMPRESSED.search(reply.headers.get(name, "")):
             raise InvalidRequestError(
-                f"the object is stored with Content-Encoding: {coding}, so the bytes that are "
+                f"the object is stored with Content-Encoding: {found[0]}, so the bytes that are "
                 "read do not fit its size and checksum: download it with `gcloud storage cp`, "
-                "which decompresses gzip, and upload it without the options -z and -Z",
-                uri=uri,
+                "which decompresses gzip, and upload it without the options -z and -Z"
             )

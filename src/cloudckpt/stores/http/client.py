@@ -1,226 +1,290 @@
 """A zero-copy HTTP client for the cloud stores, on top of urllib3.
 
-urllib3 manages connections, TLS and proxies. This module adds what large buffers need: bodies that
-are lists of memoryviews, responses received straight into memoryviews, and a watch that breaks
-connections without progress.
+urllib3 manages connections, TLS and proxies. This module sends bodies that are lists of memoryviews
+and receives responses straight into memoryviews, in few system calls.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import errno
-import functools
 import http.client
 import logging
 import re
 import socket
-import ssl
+import sys
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote_to_bytes
 
 import urllib3
-import urllib3.connection
 import urllib3.exceptions
-import urllib3.util.ssl_
 
 from cloudckpt._version import __version__
-from cloudckpt.errors import ConfigError, ConnectionLostError, InvalidRequestError, StoreError
-from cloudckpt.stores.base import Body, Progress
-from cloudckpt.stores.http.bodies import Reply, StoppedError, steps
-from cloudckpt.stores.http.expect import EXPECT, early_answer, resumed
-from cloudckpt.stores.http.native_tls import (
-    BodyReader,
-    LongReadSocket,
-    WatchedSocket,
-    has_unread,
+from cloudckpt.errors import (
+    ConfigError,
+    ConnectionLostError,
+    InvalidRequestError,
+    RangeNotSatisfiableError,
+    ServerError,
 )
-from cloudckpt.stores.http.options import LONGER, Contexts, HttpOptions
-from cloudckpt.stores.http.stalls import (
-    Connection,
+from cloudckpt.stores.base import Body, Progress
+from cloudckpt.stores.http.connections import (
+    LONG,
+    Call,
     Counter,
-    LateError,
     Traffic,
     Watch,
+    WatchedConnection,
+    WatchedSocket,
     break_connection,
+    pool_classes,
 )
-from cloudckpt.stores.http.tls_errors import causes, lasting_failure
+from cloudckpt.stores.http.expect import EXPECT
+from cloudckpt.stores.http.failures import failure
+from cloudckpt.stores.http.options import LONGER, Contexts, HttpOptions
 from cloudckpt.stores.redaction import masked, raise_alone, told
 
-__all__ = ["HttpClient", "HttpOptions", "proxy_url"]
+__all__ = ["HttpClient", "Reply", "StoppedError", "proxy_url", "whole_number"]
 
 _UNFIT = re.compile(r"[^\t\x20-\x7e\xa0-\xff]")  # characters not allowed in a header's value
 _CONNECTING = 4  # times connect_timeout: TCP, TLS to the proxy, its response, TLS to the store
 _USER_AGENT = f"cloudckpt/{__version__}"
-_TUNNEL = re.compile(r"Tunnel connection failed: (4\d\d)\b.*")
+_MOST_ERROR_BYTES = 64 * 1024
+_MOST_CONTROL_BYTES = 16 * 1024 * 1024  # bytes; a page of 1,000 keys of 1 KiB each has about 2 MiB
+
+# Each call releases the GIL and waits for it: a request of 16 MiB should be one call. Only on Linux
+# can the watch see progress in the middle of a call; elsewhere a call must end in time.
+STEP = (16 if sys.platform == "linux" else 4) * 1024 * 1024
+"""The most bytes that one blocking call sends or receives."""
+
+_SMALL = 64 * 1024
+_GATHER = 256 * 1024
 
 
-@dataclass(eq=False)
-class _Call:
-    """The request that a thread has under way.
+# http.client raises the last two for invalid chunk sizes
+_BROKEN = (OSError, http.client.HTTPException, ValueError, OverflowError)
 
-    Attributes:
-        limit: Seconds within which the response must begin.
-        option: The option that sets this limit, for messages.
-        asks_first: Whether the request waits for the server's ``100 Continue`` before it sends the
-            body.
-        connection: The connection in use at the moment; None if there is none yet.
+
+class StoppedError(Exception):
+    """Carries an exception of ``progress`` through code that would take it for a network error."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _report(progress: Progress | None, count: int) -> None:
+    """Calls `progress`; wraps its exceptions in StoppedError, to tell them from network errors."""
+    if progress is not None:
+        try:
+            progress(count)
+        except BaseException as error:
+            raise StoppedError(error) from error
+
+
+def steps(body: Body, progress: Progress | None) -> Iterator[memoryview | bytes]:
+    """Yields a body in pieces to send: large views are split into steps, small ones are joined.
+
+    Each piece costs a system call. `progress` is called after a piece was sent.
     """
+    gathered: list[memoryview] = []
+    waiting = 0
+    for view in body:
+        if view.nbytes < _SMALL:
+            gathered.append(view)
+            waiting += view.nbytes
+            if waiting < _GATHER:
+                continue
+        if waiting:
+            yield b"".join(gathered)
+            _report(progress, waiting)
+            gathered, waiting = [], 0
+        if view.nbytes >= _SMALL:
+            for start in range(0, view.nbytes, STEP):
+                piece = view[start : start + STEP]
+                yield piece
+                _report(progress, piece.nbytes)
+    if waiting:
+        yield b"".join(gathered)
+        _report(progress, waiting)
 
-    limit: float
-    option: str
-    asks_first: bool
-    connection: Connection | None = None
 
+class Reply:
+    """A response whose body has not been read yet."""
 
-class _Ours(http.client.HTTPConnection):
-    """The attributes that `_Connecting` above urllib3's class and `_Watched` below it share."""
+    def __init__(
+        self,
+        response: urllib3.response.BaseHTTPResponse,
+        raw: http.client.HTTPResponse,
+        sock: socket.socket | None,
+        watch: Watch,
+        longest: float,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Wraps a response of urllib3.
 
-    sock: socket.socket | None
-    # set as class attributes by _pool_classes:
-    calls: Mapping[int, _Call]  # by thread identifier
-    connect_limit: float  # seconds
-    contexts: Contexts
-    watch: Watch
-    connecting: bool = False
-    is_spent: bool = False  # whether the server still waits for a body: no other request can follow
-    # the beginning of the response, read while the request waited for 100 Continue
-    begun: bytes = b""
-    raw_response: http.client.HTTPResponse | None = None
-    raw_sock: socket.socket | None = None
+        Args:
+            response: The response of urllib3.
+            raw: The response of the standard library, from which the body is read.
+            sock: The connection's socket; None if there is none to watch.
+            watch: Breaks the connection when it stalls.
+            longest: Seconds that `read_all` may take for a chunked response.
+            is_last: Whether the connection can't be used for another request.
+        """
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self._response = response
+        self._raw = raw
+        self._sock = sock
+        self._watch = watch
+        self._longest = longest
+        self._is_last = is_last
+        is_sized = not raw.chunked and raw.length is not None
+        # whether a long read reports the bytes that arrived before the connection broke
+        self._has_long_reads = is_sized and isinstance(sock, WatchedSocket) and sock.fills_buffers
+
+    def check_range(self, start: int, size: int) -> int:
+        """Checks that the response holds the requested range; returns the size of the whole object.
+
+        Args:
+            start: The first byte of the range.
+            size: Bytes in the range.
+
+        Raises:
+            RangeNotSatisfiableError: If the object ends before the range does.
+            StoreError: If the response holds another range, or does not say which.
+            ValueError: If its headers can't be parsed.
+        """
+        wanted = f"{start}-{start + size - 1}"
+        if self.status == 200:  # some stores ignore Range now and then
+            length = whole_number(self.headers.get("Content-Length"))
+            if start != 0 or length != size:
+                raise ServerError(
+                    f"the store ignored the Range header: it offered {length} bytes for the range "
+                    f"{wanted}"
+                )
+            return size
+        unit, _, span = self.headers.get("Content-Range", "").partition(" ")
+        extent, _, total = span.partition("/")
+        if unit != "bytes":
+            raise ConnectionLostError("the response has no valid Content-Range", cause=told(span))
+        whole = whole_number(total)
+        if whole < start + size:
+            raise RangeNotSatisfiableError(
+                f"the object ends before the requested range: the store offered bytes "
+                f"{told(extent)} of {whole} for {wanted}"
+            )
+        if extent != wanted:
+            raise ServerError(
+                f"the store offered bytes {told(extent)} of {whole} for the range {wanted}; check "
+                "the endpoint and the proxy"
+            )
+        return whole
+
+    def read_into(self, views: Sequence[memoryview], progress: Progress | None = None) -> None:
+        """Receives the body into `views`, filling all of them.
+
+        Raises:
+            ConnectionLostError: If the body ends early or stalls; ``received`` is the number of
+                bytes that arrived.
+        """
+        received = 0
+        for view in views:
+            done = 0
+            while done < view.nbytes:
+                piece, count = view[done : done + STEP], 0
+                try:
+                    with self._watch.step(self._sock, counter=Counter.RECEIVED):
+                        if self._has_long_reads and piece.nbytes > LONG:
+                            left = self._raw.length or 0
+                            count = self._raw.fp.readinto1(piece[:left])
+                            self._raw.length = left - count
+                        else:
+                            count = self._raw.readinto(piece)
+                except _BROKEN as exc:
+                    received += count  # some may have arrived before a stall
+                    raise ConnectionLostError(
+                        f"the connection broke after {received} bytes", received=received, cause=exc
+                    ) from exc
+                if count == 0:
+                    raise ConnectionLostError(
+                        f"the response ended too early, after {received} bytes", received=received
+                    )
+                done += count
+                received += count
+                _report(progress, count)
+
+    def read_refusal(self) -> bytes:
+        """Returns the body of an error response, as much of it as arrives, at most 64 KiB.
+
+        The body of a 404 must arrive intact: it tells whether the store itself reports a missing
+        object. No store sends an error of 64 KiB.
+
+        Raises:
+            ConnectionLostError: If the body of a 404 ends early or stalls.
+        """
+        data, error = self._received(_MOST_ERROR_BYTES)
+        if error is not None and self.status == 404 and len(data) < _MOST_ERROR_BYTES:
+            raise error
+        return data
+
+    def read_all(self) -> bytes:
+        """Returns the whole body of a response of moderate size, such as a page of a listing.
+
+        Raises:
+            ConnectionLostError: If the body ends early, stalls, or is longer than 16 MiB.
+        """
+        data, error = self._received(_MOST_CONTROL_BYTES)
+        if error is not None:
+            raise error
+        return data
+
+    def _received(self, limit: int) -> tuple[bytes, ConnectionLostError | None]:
+        """Returns the first `limit` bytes of the body, and an error if that is not all of it.
+
+        Each chunk of a chunked body counts as progress: S3 sends white space while it assembles an
+        object from its parts.
+        """
+        data = bytearray()
+        read = self._raw.read1 if self._raw.chunked else self._raw.read
+        end = time.monotonic() + self._longest
+        cause: BaseException | None = None
+        try:
+            while len(data) < limit:
+                with self._watch.step(self._sock, counter=Counter.RECEIVED):
+                    piece = read(limit - len(data))
+                if not piece:
+                    break
+                data += piece
+                if time.monotonic() > end:
+                    raise TimeoutError(f"it was not complete within {self._longest:.0f} s")
+        except _BROKEN as exc:
+            cause = exc
+        if cause is None and self._raw.isclosed() and not self._raw.length:
+            return bytes(data), None
+        why = "the connection broke" if cause else "the response is incomplete or too long,"
+        error = ConnectionLostError(f"{why} after {len(data)} bytes", cause=cause)
+        error.__cause__ = cause
+        return bytes(data), error
 
     def close(self) -> None:
-        """Closes the connection, and its last response if there is one.
-
-        Such a response would keep the socket open: the connection forgets its socket if the
-        response ends with it, and also if the watch cut the headers off.
-        """
-        super().close()
-        if self.raw_response is not None:
-            self.raw_response.close()
-
-
-class _Watched(_Ours):
-    """The connection class below urllib3's: sends requests and receives responses under the watch.
-
-    It keeps the standard library's response, whose ``readinto`` receives into the caller's memory
-    (urllib3's own copies). Its socket has no timeout: the watch ends what takes too long.
-    """
-
-    def send(self, data: Any) -> None:
-        if self.connecting:  # a CONNECT request to a proxy
-            super().send(data)
-            return
-        if self.sock is None and self.auto_open:
-            self.connect()
-        call = self.calls[threading.get_ident()]
-        if self.sock is not None:
-            self.sock.settimeout(None)
-            call.connection = self.sock
+        """Returns the connection to the pool if the body was read, or almost; else closes it."""
+        # None: unknown; 0 also after HEAD, and for responses without a body
+        left = self._raw.length
         try:
-            with self.watch.step(self.sock, counter=Counter.ACKNOWLEDGED):
-                super().send(data)
-        except ssl.SSLEOFError as exc:
-            # A server may refuse a large body before it has received all of it. urllib3 then reads
-            # the response if send() raised BrokenPipeError, as it does without TLS.
-            raise BrokenPipeError(errno.EPIPE, str(exc)) from exc
-        if call.asks_first and isinstance(self.sock, socket.socket):  # this call sent the headers
-            call.asks_first = False
-            self.is_spent, self.begun = early_answer(self.sock)
-            if self.is_spent:  # BrokenPipeError makes urllib3 read the response
-                raise BrokenPipeError(errno.EPIPE, "the server answered before the body was sent")
-
-    def getresponse(self) -> http.client.HTTPResponse:
-        answer: Any = http.client.HTTPResponse
-        if self.begun:
-            answer = functools.partial(_ResumedResponse, begun=self.begun)
-            self.begun = b""
-        self.response_class = answer
-        self.raw_sock = self.sock  # super() drops it if the server closes the connection
-        if self.sock is not None:
-            self.sock.settimeout(None)  # urllib3 has set a timeout
-        call = self.calls[threading.get_ident()]
-        late = f"the server did not answer within {call.limit:g} s ({call.option})"
-        # the end of the body may still be on its way, which does not count as the server's delay
-        with self.watch.step(self.raw_sock, late, call.limit, Counter.ACKNOWLEDGED):
-            self.raw_response = super().getresponse()
-        reader: object = self.raw_response.fp
-        if isinstance(reader, BodyReader) and isinstance(self.raw_sock, WatchedSocket):
-            reader.has_chunks = self.raw_response.chunked or not self.raw_sock.fills_buffers
-        return self.raw_response
-
-
-class _ResumedResponse(http.client.HTTPResponse):
-    """A response whose first bytes were read earlier, while the request waited for 100 Continue."""
-
-    fp: Any
-
-    def __init__(self, *args: Any, begun: bytes, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fp = resumed(self.fp, begun)
-
-
-class _Connecting(_Ours):
-    """A mix-in for urllib3's connections: connects with this package's sockets, in limited time.
-
-    The time is watched because a proxy may send its response byte by byte. With TLS, the context
-    chooses the socket class, so urllib3 is given a context like the one that it would create by
-    itself. TLS inside a proxy's TLS is not a socket and can't be replaced.
-    """
-
-    # attributes that urllib3 reads:
-    ssl_context: ssl.SSLContext | None
-    proxy_config: Any
-
-    def connect(self) -> None:
-        late = (
-            f"the connection was not made within {self.connect_limit:g} s (4 times connect_timeout)"
-        )
-        if isinstance(self, urllib3.connection.HTTPSConnection):
-            self.ssl_context = self.contexts.get()
-            if self.proxy_config is not None:
-                self.proxy_config = self.proxy_config._replace(ssl_context=self.ssl_context)
-        self.calls[threading.get_ident()].connection = self
-        self.connecting, self.is_spent, self.begun = True, False, b""
-        try:
-            with self.watch.step(self, late, self.connect_limit):
-                super().connect()
+            if left == 0:
+                with contextlib.suppress(*_BROKEN):
+                    self._raw.read()  # lets the response notice its end
+            elif left is not None and left <= _MOST_ERROR_BYTES:
+                self._received(left)
         finally:
-            self.connecting = False
-        if type(self.sock) is socket.socket:
-            self.sock = LongReadSocket.of(self.sock)
-        if isinstance(self.sock, WatchedSocket):
-            self.sock.watched()
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the connection can be reused; not if unrequested bytes have arrived on it.
-
-        The next response would begin with these bytes.
-        """
-        connected: bool = super().is_connected  # type: ignore[misc]  # urllib3's
-        return connected and not (isinstance(self.sock, ssl.SSLSocket) and has_unread(self.sock))
-
-
-def _pool_classes(
-    options: HttpOptions, watch: Watch, calls: Mapping[int, _Call]
-) -> dict[str, type[urllib3.HTTPConnectionPool]]:
-    """Returns urllib3's connection pools, with connections that are watched."""
-    shared = {
-        "calls": calls,
-        "connect_limit": _CONNECTING * options.connect_timeout,
-        "contexts": Contexts(options),
-        "watch": watch,
-    }
-    plain = type("Plain", (_Connecting, urllib3.connection.HTTPConnection, _Watched), shared)
-    secure = type("Secure", (_Connecting, urllib3.connection.HTTPSConnection, _Watched), shared)
-    return {
-        "http": type("PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
-        "https": type("SecurePool", (urllib3.HTTPSConnectionPool,), {"ConnectionCls": secure}),
-    }
+            if self._raw.isclosed() and not self._is_last:
+                self._response.release_conn()
+            else:
+                self._response.close()
 
 
 class HttpClient:
@@ -230,7 +294,7 @@ class HttpClient:
         for name in ("urllib3.connection", "urllib3.connectionpool"):
             logging.getLogger(name).addFilter(_hide_signatures)
         self._watch = Watch(options.stall_timeout)
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._traffic = Traffic()
         self._options = options
         self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
@@ -249,7 +313,10 @@ class HttpClient:
                 user = base64.b64encode(unquote_to_bytes(proxy.auth)).decode("ascii")
                 headers = {"proxy-authorization": f"Basic {user}"}
             manager = urllib3.ProxyManager(proxy.url, proxy_headers=headers, **settings)
-        manager.pool_classes_by_scheme = _pool_classes(options, self._watch, self._calls)
+        limit = _CONNECTING * options.connect_timeout
+        manager.pool_classes_by_scheme = pool_classes(
+            self._calls, limit, Contexts(options), self._watch
+        )
         return manager
 
     @contextlib.contextmanager
@@ -291,7 +358,7 @@ class HttpClient:
         limit, option = options.read_timeout, "read_timeout"
         if is_long:
             limit, option = options.completion_timeout, f"{LONGER} times read_timeout"
-        self._calls[thread] = _Call(limit, option, asks_first=EXPECT.items() <= headers.items())
+        self._calls[thread] = Call(limit, option, asks_first=EXPECT.items() <= headers.items())
         try:
             try:
                 response = self._manager.urlopen(
@@ -315,22 +382,9 @@ class HttpClient:
                     )
                 )
             except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
-                host = urlsplit(url).netloc.rpartition("@")[2]
-                lasting = _refused_by_proxy(exc, host) or lasting_failure(
-                    exc, host, bundle=options.ca_bundle
-                )
-                if lasting is not None:
-                    raise lasting from exc
-                unsent = _never_connected(exc)
-                why = f"no connection to {host}" if unsent else f"no answer from {host}"
-                raise ConnectionLostError(
-                    f"{why} to a {method} request: check that the endpoint is right and answers "
-                    "(cloudckpt doctor)",
-                    cause=_plain(exc),
-                    certain=unsent,
-                ) from exc
+                raise failure(exc, method, url, options.ca_bundle) from exc
             connection: object = response.connection
-            if not isinstance(connection, _Ours) or connection.raw_response is None:
+            if not isinstance(connection, WatchedConnection) or connection.raw_response is None:
                 raise TypeError(
                     "urllib3 did not use the connection class of cloudckpt: install a "
                     "supported version of urllib3"
@@ -418,36 +472,11 @@ def proxy_url(proxy: str) -> urllib3.util.Url:
     )
 
 
-def _refused_by_proxy(exc: BaseException, host: str) -> StoreError | None:
-    """Returns the error if a proxy refuses the host for good; None if it may accept later."""
-    said = _TUNNEL.search(told(str(exc)))
-    if said is None or int(said[1]) in (408, 425, 429):
-        return None
-    advice = (
-        "write a user and a password into its URL"
-        if said[1] == "407"
-        else "configure it to allow this host, use another proxy, or add the host to NO_PROXY"
-    )
-    return InvalidRequestError(
-        f"the proxy that HTTPS_PROXY (or ALL_PROXY) names refuses to connect to {host}: {advice}",
-        cause=said[0],
-        certain=True,
-    )
+_WHOLE = re.compile("[0-9]{1,18}")
 
 
-def _never_connected(exc: BaseException) -> bool:
-    """Returns whether the request was never sent because no connection could be made."""
-    inner = getattr(exc, "original_error", exc)  # urllib3's ProxyError wraps it
-    # also for refused connections and unresolved names
-    return isinstance(inner, urllib3.exceptions.ConnectTimeoutError)
-
-
-def _plain(exc: BaseException) -> str:
-    """Returns the innermost cause of an exception, without urllib3's wrapping."""
-    for inner in causes(exc):
-        if isinstance(inner, LateError):  # urllib3 would only report a timeout
-            return str(inner)
-    reason = getattr(exc, "reason", None)
-    inner = reason if isinstance(reason, BaseException) else exc
-    text = re.sub(r"^\w+\(host=.*?\): ", "", str(inner).rpartition(">: ")[2] or str(inner))
-    return f"{type(inner).__name__}: {told(text)}"
+def whole_number(text: str | None) -> int:
+    """Parses a size in bytes from a response; raises ValueError unless it has 1 to 18 digits."""
+    if text is None or not _WHOLE.fullmatch(text):
+        raise ValueError("a size in the response is missing or invalid")
+    return int(text)

@@ -14,8 +14,6 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt.stores.http.native_tls import BodyReader
-
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
@@ -93,5 +91,4 @@ def resumed(reader: io.BufferedReader, begun: bytes) -> io.BufferedReader:
 
     `reader` must not have read anything yet; it is detached.
     """
-    kind = BodyReader if isinstance(reader, BodyReader) else io.BufferedReader
-    return kind(Resumed(begun, reader.detach()))
+    return io.BufferedReader(Resumed(begun, reader.detach()))

@@ -1,7 +1,4 @@
-"""Fills a large buffer in one call, without competing for the GIL on every small read.
-
-Without TLS, ``MSG_WAITALL`` makes the kernel fill the buffer; otherwise a call returns what has
-arrived, some hundred kilobytes. The rest of this module is about TLS.
+"""Fills a large buffer from a TLS connection in one call, without competing for the GIL.
 
 Python's ``SSLSocket.recv_into`` returns one TLS record, 16 KiB: a GiB takes 65,000 calls, each of
 which releases the GIL and waits for it. With sixteen connections on four cores this waiting costs
@@ -19,9 +16,8 @@ fails, it leaves the connection's state as it is, and Python's own read meets th
 raises it.
 
 Python offers no access to the ``SSL*``. It is a member of a private struct, between two pointers
-that are known. The code does not rely on a Python version: each connection verifies the pointer,
-see :func:`_ssl_of`. If that fails, as in a Python with statically linked OpenSSL, the connection
-uses Python's own reads.
+that are known and compared, see :func:`_ssl_of`. In a version of Python that is not known, or where
+OpenSSL is linked statically, the connection uses Python's own reads.
 """
 
 from __future__ import annotations
@@ -29,10 +25,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import io
 import logging
-import os
-import socket
 import ssl
 import sys
 import sysconfig
@@ -40,29 +33,14 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cloudckpt.stores.http.connections import LONG, WatchedSocket
+
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = [
-    "BodyReader",
-    "LongReadSocket",
-    "LongReadTLSSocket",
-    "WatchedSocket",
-    "has_unread",
-    "is_available",
-]
+__all__ = ["LongReadTLSSocket", "is_available"]
 
 logger = logging.getLogger("cloudckpt")
-
-_LONG = 64 * 1024
-"""Bytes; reads up to this size use Python's own method. It must exceed what a BIO_f_buffer holds by
-itself, 4 KiB.
-"""
-
-_AHEAD = 8 * 1024
-"""Bytes read ahead at the beginning of a response. Python 3.14's default of 128 KiB would be a long
-read, which waits for bytes that the server does not send.
-"""
 
 _CIPHERTEXT = 128 * 1024
 """Bytes taken from the kernel in one call; more would not fit the CPU's caches."""
@@ -74,6 +52,7 @@ _BIO_C_SET_SSL = 109
 _BIO_C_SET_BUFF_SIZE = 117
 
 _APP_DATA = 0  # the index that SSL_set_app_data uses
+_UNKNOWN = (3, 16)  # the first version of Python whose private structs are not known
 
 
 class _UnfitError(Exception):
@@ -109,10 +88,13 @@ def _openssl() -> _OpenSSL:
         raise _UnfitError(f"the platform is {sys.platform}")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise _UnfitError("the Python is free-threaded")
+    if sys.version_info >= _UNKNOWN:
+        raise _UnfitError("the version of Python is not known yet")
     import _ssl
 
-    # None: the Python executable and its libraries, if OpenSSL's symbols are visible there
     path = getattr(_ssl, "__file__", None)
+    if path is None:
+        raise _UnfitError("OpenSSL is linked into Python")
     pointer, number = ctypes.c_void_p, ctypes.c_int
     try:
         library = ctypes.PyDLL(path)
@@ -123,132 +105,50 @@ def _openssl() -> _OpenSSL:
             ("BIO_free_all", None, (pointer,)),
             ("BIO_new", pointer, (pointer,)),
             ("BIO_push", pointer, (pointer, pointer)),
-            ("BIO_s_socket", pointer, ()),
             ("BIO_up_ref", number, (pointer,)),
             ("ERR_clear_error", None, ()),
-            ("SSL_get_SSL_CTX", pointer, (pointer,)),
             ("SSL_get_ex_data", pointer, (pointer, number)),
             ("SSL_get_fd", number, (pointer,)),
             ("SSL_get_rbio", pointer, (pointer,)),
             ("SSL_set0_rbio", None, (pointer, pointer)),
             ("SSL_set_quiet_shutdown", None, (pointer, number)),
-            ("TLS_method", pointer, ()),
-            ("dladdr", number, (pointer, pointer)),
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         read = ctypes.CDLL(path).BIO_read
         read.restype, read.argtypes = number, (pointer, pointer, number)
     except (AttributeError, OSError) as exc:
-        where = "linked into Python" if path is None else "not accessible"
-        raise _UnfitError(f"OpenSSL is {where}: {exc}") from exc
+        raise _UnfitError(f"OpenSSL is not accessible: {exc}") from exc
     return _OpenSSL(read, library)
 
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
-_FIRST = 4  # leading words of a BIO or SSL that include its method table, OpenSSL 1.1 to 3.6
-
-_Words = tuple[int, ...]
-
-
-def _words(address: int) -> _Words:
-    """Reads the first words at an address that may be invalid, without the risk of a crash.
-
-    The kernel reads the memory, as the data of a write to a pipe: for an invalid address the write
-    fails. A pipe is only guaranteed to hold a few pages, and this is a few words.
-
-    Raises:
-        _UnfitError: If the address is null, misaligned or not readable.
-    """
-    if not address or address % _WORD or address >= 1 << (8 * _WORD - 1):
-        raise _UnfitError("a pointer to OpenSSL's TLS connection is null or invalid")
-    there = (ctypes.c_char * (_FIRST * _WORD)).from_address(address)
-    try:
-        taken, given = os.pipe()
-        try:
-            os.write(given, there)
-            data = os.read(taken, ctypes.sizeof(there))
-        finally:
-            os.close(given)
-            os.close(taken)
-    except OSError as exc:
-        raise _UnfitError(
-            f"a pointer to OpenSSL's TLS connection can't be followed: {exc}"
-        ) from exc
-    return tuple(memoryview(data).cast("P"))
-
-
-class _Loaded(ctypes.Structure):
-    """The struct ``Dl_info`` of dlfcn.h."""
-
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
-def _loaded(address: int, library: ctypes.PyDLL) -> int | None:
-    """Returns the base address of the library that contains an address (not dereferenced)."""
-    found = _Loaded()
-    return found.base if library.dladdr(address, ctypes.byref(found)) else None
-
-
-def _own_words(thing: Any, kind: type, count: int) -> _Words:
-    """Reads the first words of a Python object after its header, within the object's size.
-
-    Raises:
-        _UnfitError: If the object has another type, or is smaller.
-    """
-    head = object.__basicsize__
-    if not isinstance(thing, kind) or type(thing).__basicsize__ < head + count * _WORD:
-        raise _UnfitError("Python's TLS connection object has an unknown layout")
-    return tuple((ctypes.c_size_t * count).from_address(id(thing) + head))
 
 
 def _ssl_of(sock: ssl.SSLSocket, sslobj: Any, library: ctypes.PyDLL) -> int:
-    """Finds the ``SSL*`` of a socket, verifying each pointer before it is followed.
+    """Finds the ``SSL*`` of a socket: the word between two known pointers in Python's object.
 
-    1. It is the member of Python's object between two pointers that are known.
-    2. Its first words are readable, as the kernel confirms, and one of them points into the library
-       that contains ``TLS_method``. Only objects of this copy of libssl have a method table there;
-       Python objects, socket BIOs and sessions have not.
-    3. It is not an ``SSL_CTX``, which has such a table as well: it differs from that of Python's
-       context.
-    4. So it is an ``SSL``, whose functions may be called: it refers to this object, this context
-       and this socket.
-    5. It reads from a socket BIO of the libcrypto whose functions are called here.
+    OpenSSL then confirms that it belongs to this object and this socket.
 
     Raises:
-        _UnfitError: If a step fails.
+        _UnfitError: If the object has another layout.
     """
     import _ssl
 
     # struct PySSLSocket { PyObject_HEAD; PyObject *Socket; SSL *ssl; PySSLContext *ctx; ...
-    # struct PySSLContext { PyObject_HEAD; SSL_CTX *ctx; ...
     # Socket is a weak reference without callback; an object has only one such reference.
-    reference = weakref.ref(sock)
+    reference, head = weakref.ref(sock), object.__basicsize__
     kind = _ssl._SSLSocket  # type: ignore[attr-defined]
-    before, found, behind = _own_words(sslobj, kind, 3)
-    context = sslobj.context
-    if before != id(reference) or behind != id(context):
-        raise _UnfitError("Python's TLS connection object has an unknown layout")
-    [shared] = _own_words(context, _ssl._SSLContext, 1)
-    home = _loaded(library.TLS_method(), library)
-    if found == shared or home is None:
-        raise _UnfitError("Python's TLS connection object has an unknown layout")
-    if all(_loaded(word, library) != home for word in _words(found)):
-        raise _UnfitError("the OpenSSL library that was loaded is not the one that Python uses")
-    if library.SSL_get_ex_data(found, _APP_DATA) != id(sslobj):
-        raise _UnfitError("OpenSSL's TLS connection does not refer to Python's object")
-    if library.SSL_get_SSL_CTX(found) != shared:
-        raise _UnfitError("OpenSSL's TLS connection has an unexpected context")
-    if library.SSL_get_fd(found) != sock.fileno():
-        raise _UnfitError("OpenSSL's TLS connection has an unexpected socket")
-    if library.BIO_s_socket() not in _words(library.SSL_get_rbio(found) or 0):
-        raise _UnfitError("OpenSSL's TLS connection does not read from its socket")
-    return int(found)
+    if isinstance(sslobj, kind) and kind.__basicsize__ >= head + 3 * _WORD:
+        before, found, after = (ctypes.c_size_t * 3).from_address(id(sslobj) + head)
+        if (
+            (before, after) == (id(reference), id(sslobj.context))
+            and found
+            and library.SSL_get_ex_data(found, _APP_DATA) == id(sslobj)
+            and library.SSL_get_fd(found) == sock.fileno()
+        ):
+            return int(found)
+    raise _UnfitError("Python's TLS connection object has an unknown layout")
 
 
 class _Chain:
@@ -313,81 +213,11 @@ class _Chain:
             self._library.ERR_clear_error()
 
 
-def has_unread(sock: ssl.SSLSocket) -> bool:
-    """Returns whether a TLS connection holds received but unread data outside of the kernel."""
-    chain = sock._chain if isinstance(sock, LongReadTLSSocket) else None
-    return sock.pending() > 0 or (chain is not None and chain.unread > 0)
-
-
-class BodyReader(io.BufferedReader):
-    """A buffered reader whose long reads report all bytes that arrived before the connection broke.
-
-    A BufferedReader reads until its buffer is full; if that fails, it does not report the bytes
-    already received, up to a whole step, which would have to be sent again. A long read fills the
-    caller's buffer by itself. Short reads, and chunks (which http.client reads whole), are left to
-    BufferedReader.
-    """
-
-    has_chunks = True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        """Reads into `buffer`; a long read of a body without chunks is one call to the socket."""
-        if self.has_chunks or memoryview(buffer).nbytes <= _LONG:
-            return super().readinto(buffer)
-        return self.readinto1(buffer)
-
-
-class WatchedSocket(socket.socket):
-    """A socket without a timeout: the watch ends whatever takes too long.
-
-    urllib3 sets a timeout before each request and response. Each would be a system call, which
-    releases the GIL and waits for it.
-    """
-
-    is_watched = False
-
-    fills_buffers = True
-    """Whether a long read returns fewer bytes only if there are no more, or at a failure."""
-
-    def makefile(self, mode: str = "r", buffering: int | None = None, **text: Any) -> Any:
-        """Returns ``socket.makefile``'s file, with a :class:`BodyReader` for a BufferedReader."""
-        file = super().makefile(mode, buffering, **text)  # type: ignore[call-overload]
-        if type(file) is not io.BufferedReader:
-            return file
-        return BodyReader(file.detach(), _AHEAD if buffering is None else buffering)
-
-    def settimeout(self, value: float | None) -> None:
-        """Sets the timeout, but does nothing once the socket is watched."""
-        if not self.is_watched:
-            super().settimeout(value)
-
-    def watched(self) -> None:
-        """Removes the timeout and ignores later ones; the watch takes over."""
-        self.settimeout(None)
-        self.is_watched = True
-
-
-class LongReadSocket(WatchedSocket):
-    """A plain socket that fills the buffer of a long read in one call, if it has no timeout."""
-
-    @classmethod
-    def of(cls, sock: socket.socket) -> LongReadSocket:
-        """Returns a socket that takes over the connection of `sock`, which becomes unusable."""
-        return cls(sock.family, sock.type, sock.proto, fileno=sock.detach())
-
-    def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:
-        """Receives into `buffer`; a long read returns when the buffer is full or the data ends."""
-        wanted = nbytes or memoryview(buffer).nbytes
-        if wanted > _LONG and not flags and self.gettimeout() is None:
-            flags = socket.MSG_WAITALL
-        return super().recv_into(buffer, nbytes, flags)
-
-
 class LongReadTLSSocket(WatchedSocket, ssl.SSLSocket):
     """A TLS socket that makes each long read in one native call, where that is possible.
 
-    A read of more than 64 KiB into a socket without a timeout then returns when the buffer is full
-    or the connection has ended. One thread at a time may use the socket, as with every
+    A read of more than `LONG` bytes into a socket without a timeout then returns when the buffer is
+    full or the connection has ended. One thread at a time may use the socket, as with every
     ``SSLSocket``; another thread may shut it down with ``socket.shutdown``, or close it.
     """
 
@@ -397,6 +227,10 @@ class LongReadTLSSocket(WatchedSocket, ssl.SSLSocket):
     @property
     def fills_buffers(self) -> bool:  # type: ignore[override]
         return self._chain is not None if self._tried else is_available()
+
+    @property
+    def has_unread(self) -> bool:  # type: ignore[override]
+        return self.pending() > 0 or (self._chain is not None and self._chain.unread > 0)
 
     def getpeername(self) -> Any:
         """Returns the peer's address, as needed by the handshake; closes a broken socket.
@@ -426,7 +260,7 @@ class LongReadTLSSocket(WatchedSocket, ssl.SSLSocket):
         """Receives into `buffer`: a long read in one native call, others as ``SSLSocket`` does."""
         view = memoryview(buffer).cast("B")
         wanted = min(nbytes, view.nbytes) if nbytes else view.nbytes
-        if wanted > _LONG and not flags and self.gettimeout() is None:
+        if wanted > LONG and not flags and self.gettimeout() is None:
             chain = self._chain or self._new_chain()
             if chain is not None and chain.sslobj is self._sslobj:  # type: ignore[attr-defined]
                 count = chain.read_into(view[:wanted])
@@ -434,7 +268,7 @@ class LongReadTLSSocket(WatchedSocket, ssl.SSLSocket):
                     return count
         # Python's read meets the same end or error; or a signal interrupted, whose handler has run
         # by now
-        return super().recv_into(buffer, nbytes, flags)
+        return ssl.SSLSocket.recv_into(self, buffer, nbytes, flags)
 
     def _new_chain(self) -> _Chain | None:
         if self._tried:

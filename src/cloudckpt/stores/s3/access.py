@@ -4,56 +4,59 @@ converted.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import logging
 import os
-import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
-import urllib3
+import botocore.exceptions
+from botocore.auth import S3ExpressAuth, S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import ReadOnlyCredentials, RefreshableCredentials
 
-from cloudckpt._version import __version__
 from cloudckpt.config import Config, S3Options
 from cloudckpt.config.options import check_endpoint
 from cloudckpt.errors import (
+    AccessDeniedError,
     CloudCheckpointError,
     ConfigError,
-    MissingDependencyError,
+    CredentialsError,
+    TransientStoreError,
 )
-from cloudckpt.stores.base import Body, nbytes
-from cloudckpt.stores.credentials import Credentials
-from cloudckpt.stores.http.options import HttpOptions, Route, first_set, named_by
-from cloudckpt.stores.redaction import raise_alone, reason
-from cloudckpt.stores.rest import Access, Request
+from cloudckpt.stores.base import Body
+from cloudckpt.stores.credentials import (
+    Access,
+    Credentials,
+    Errors,
+    Issued,
+    NoCredentials,
+    Origin,
+    SharedCall,
+    fetch_error,
+)
+from cloudckpt.stores.http.failures import causes
+from cloudckpt.stores.http.options import Route, first_set, named_by
+from cloudckpt.stores.redaction import raise_alone
+from cloudckpt.stores.refusals import Refusal
 from cloudckpt.stores.s3.dialects import DIALECTS, S3Dialect, dialect_of
-from cloudckpt.stores.s3.errors import REGION
+from cloudckpt.stores.s3.endpoint import (
+    amazon_suffix,
+    http_options,
+    new_client,
+    new_session,
+    resolve,
+    session_client,
+    signed_for,
+    translated,
+)
+from cloudckpt.stores.s3.errors import REGION, from_code
 
-try:
-    import boto3
-    import botocore.exceptions
-    import botocore.session
-    from botocore import UNSIGNED
-    from botocore.auth import S3ExpressAuth, S3SigV4Auth
-    from botocore.awsrequest import AWSRequest, AWSResponse
-    from botocore.config import Config as BotoConfig
-    from botocore.credentials import ReadOnlyCredentials
-    from botocore.httpsession import get_cert_path
-    from botocore.utils import get_environ_proxies
-
-    from cloudckpt.stores.s3.credentials import Keys, Sessions, fetching_keys
-except ImportError as exc:
-    raise MissingDependencyError(
-        "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
-    ) from exc
-
-__all__ = ["PAYLOAD_DIGEST", "UNSIGNED_PAYLOAD", "BucketAccess", "object_headers"]
+__all__ = ["PAYLOAD_DIGEST", "UNSIGNED_PAYLOAD", "BucketAccess", "Keys", "object_headers"]
 
 PAYLOAD_DIGEST = "x-amz-content-sha256"
 """The header with the digest of the body that is signed."""
@@ -93,16 +96,18 @@ class BucketAccess(Access):
             check_endpoint(os.environ.get(variable) or None, variable)
         options = config.s3
         self.bucket, self._uri = bucket, uri
-        with _translated(uri) if options.anonymous else fetching_keys(uri):
-            session = _session(options)
+        try:
+            session = new_session(options)
+        except Exception as exc:  # noqa: BLE001 - botocore raises whatever its sources do
+            raise_alone(keys_error(exc, uri=uri))
         unused = [] if options.anonymous else [session]  # creating one takes as long as a client
-        with _translated(uri):
+        with translated(uri):
             core = session._session
             self._scoped = core.get_scoped_config()
-            client = _client(session, options)
-            self.base, region = _resolve(client, bucket)
+            client = new_client(session, options)
+            self.base, region = resolve(client, bucket)
             host = self.base.split("/")[2].partition(":")[0]
-            suffix = _amazon_suffix(core, host)
+            suffix = amazon_suffix(core, host)
             self.is_aws = suffix is not None
             self.dialect = _dialect(options, bucket, host, is_amazon=self.is_aws)
             self.is_at_vendor = self.dialect.is_at_vendor(host, is_amazon=self.is_aws)
@@ -110,14 +115,14 @@ class BucketAccess(Access):
             if style is not None:
                 options = replace(options, addressing_style=style)
                 client.close()
-                client = _client(session, options)
-                self.base, region = _resolve(client, bucket)
+                client = new_client(session, options)
+                self.base, region = resolve(client, bucket)
         self._options = options
         # path style: http://host/bucket; virtual style: https://bucket.host/
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
         self._place = _Place(self.bucket_url, region)
-        self._errors = partial(fetching_keys, uri)
+        self._errors = partial(keys_error, uri=uri)
         self.credentials = Credentials(lambda: self._look(config, unused), self._errors)
         self._has_moved = False
         self._moving = threading.Lock()
@@ -127,7 +132,7 @@ class BucketAccess(Access):
         zone = bucket.removesuffix("--x-s3").rpartition("--")[2] if self.dialect.sessions else ""
         endpoint = suffix or client.meta.endpoint_url
         self._realm = (endpoint, zone, options.profile, options.anonymous)
-        self.http_options = _http_options(client, core.get_config_variable("ca_bundle"), config)
+        self.http_options = http_options(client, core.get_config_variable("ca_bundle"), config)
         if self.dialect.redirects:  # the hosts that reads are redirected to must not see it
             self.http_options = replace(self.http_options, client_cert=None)
 
@@ -136,19 +141,19 @@ class BucketAccess(Access):
         said = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
         return None if said else self.dialect.addressing_style
 
-    def _look(self, config: Config, unused: list[Any]) -> Keys | Sessions:
+    def _look(self, config: Config, unused: list[Any]) -> Keys | Sessions | NoCredentials:
         """Looks credentials up; `unused` holds a boto3 session to use first, if any is left."""
         options = self._options
         if options.anonymous:
-            return Keys(None, self._uri)
+            return NoCredentials()
 
         def made() -> Any:
-            return unused.pop() if unused else _session(options)
+            return unused.pop() if unused else new_session(options)
 
         if not self.dialect.sessions:
-            return Keys(made, self._uri)
+            return Keys(made(), self._uri)
         session = made()
-        client = _session_client(session, config, self.region)
+        client = session_client(session, config, self.region)
         return Sessions(session, client, self.bucket, self._uri, self._errors)
 
     @property
@@ -190,7 +195,7 @@ class BucketAccess(Access):
         Returns:
             Whether the same request would now have another URL or signature.
         """
-        used = _signed_for(headers.get("Authorization", ""))
+        used = signed_for(headers.get("Authorization", ""))
         with self._moving:
             if not used and url.startswith(self._place.bucket_url):
                 used = self._place.region
@@ -199,14 +204,14 @@ class BucketAccess(Access):
             if self._place.region == region:
                 return True  # another thread has switched already
             try:
-                with _translated(self._uri):
-                    client = _client(_session(self._options), self._options, region)
-                    base, signed_for = _resolve(client, self.bucket)
+                with translated(self._uri):
+                    client = new_client(new_session(self._options), self._options, region)
+                    base, signs_for = resolve(client, self.bucket)
                     client.close()
             except CloudCheckpointError:  # boto3 does not know the region
                 return False
             is_path = self.bucket_url != self.base
-            place = _Place(base.removesuffix("/") if is_path else base, signed_for)
+            place = _Place(base.removesuffix("/") if is_path else base, signs_for)
             if place == self._place:
                 return False
             logger.warning(
@@ -217,30 +222,17 @@ class BucketAccess(Access):
             self._has_moved = True
             return True
 
-    def _payload_digest(self, method: str, body: Body) -> str:
-        """Returns a body's SHA-256 for the signature, or the marker of an unsigned body.
-
-        Integrity rests on CRC32C and TLS, so tensor data are not hashed again unless the profile
-        demands it. All other bodies are small, and signed, as policies may deny unsigned requests.
-        """
-        signs = self._signs
-        if signs is None:
-            signs = method != "PUT" or nbytes(body) <= _SMALL
-        if not signs:
-            return UNSIGNED_PAYLOAD
-        digest = hashlib.sha256()
-        for view in body:
-            digest.update(view)  # releases the GIL for all but tiny views
-        return digest.hexdigest()
-
     def authorize(
-        self, request: Request, headers: dict[str, str], source: Any, secrets: tuple[str, ...]
+        self, method: str, url: str, headers: dict[str, str], body: Body, issued: Issued
     ) -> tuple[str, Mapping[str, str]]:
-        """Implements :meth:`cloudckpt.stores.rest.Access.authorize`.
+        """Implements :meth:`cloudckpt.stores.credentials.Access.authorize`.
 
-        Content-Length is not signed: gateways drop it if it is zero, and HTTP/2 does not need it.
+        Integrity rests on CRC32C and TLS, so tensor data are not hashed for the signature unless
+        the profile demands it. All other bodies are small, and signed, as policies may deny
+        unsigned requests. Content-Length is not signed: gateways drop it if it is zero, and HTTP/2
+        does not need it.
         """
-        place, url = self._place, request.url
+        place, (source, secrets) = self._place, issued
         if self._has_moved:
             url = place.bucket_url + url.removeprefix(self.bucket_url)
         if self._options.requester_pays:
@@ -251,8 +243,14 @@ class BucketAccess(Access):
         if isinstance(source, Sessions) and copies:
             _, secrets = source.identity.get()
         length = {name: headers.pop(name) for name in ("Content-Length",) if name in headers}
-        signed = AWSRequest(request.method, url, headers=headers)
-        signed.context[PAYLOAD_DIGEST] = self._payload_digest(request.method, request.body)
+        signed = AWSRequest(method, url, headers=headers)
+        signs = self._signs
+        if signs is None:
+            signs = method != "PUT" or sum(map(len, body)) <= _SMALL
+        digest = hashlib.sha256()
+        for view in body if signs else ():
+            digest.update(view)  # releases the GIL for all but tiny views
+        signed.context[PAYLOAD_DIGEST] = digest.hexdigest() if signs else UNSIGNED_PAYLOAD
         access_key, secret_key, token = secrets
         keys = ReadOnlyCredentials(access_key, secret_key, token or None)
         if not isinstance(source, Sessions):
@@ -279,24 +277,6 @@ class _SessionSigner(S3ExpressAuth):  # type: ignore[misc]
     payload = _Signer.payload
 
 
-def _session(options: S3Options) -> Any:
-    """Returns a boto3 session from the current environment and files.
-
-    The region is taken from the options; else from AWS_REGION, which all other AWS SDKs use; else
-    from AWS_DEFAULT_REGION, which boto3 uses; else from the profile. AWS documents this order for
-    its command line: https://docs.aws.amazon.com/cli/latest/userguide/cli-configure-envvars.html
-    """
-    core = botocore.session.Session(session_vars=_SETTINGS, profile=options.profile)
-    core.user_agent_extra = f"cloudckpt/{__version__}"
-    core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
-    return boto3.session.Session(botocore_session=core, region_name=_region(options))
-
-
-def _region(options: S3Options) -> str | None:
-    variables = (os.environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION"))
-    return options.region or next(filter(None, variables), None)
-
-
 def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> S3Dialect:
     """Returns the bucket's dialect: the user's option, else determined by bucket name and host.
 
@@ -315,122 +295,6 @@ def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> 
     return row
 
 
-_SETTINGS = {
-    "region": ("region", None, None, None),
-    # botocore itself asks the instance's metadata service once: a busy one would end the job
-    "metadata_service_num_attempts": (
-        "metadata_service_num_attempts",
-        "AWS_METADATA_SERVICE_NUM_ATTEMPTS",
-        3,
-        int,
-    ),
-}
-
-
-def _client(session: Any, options: S3Options, region: str | None = None) -> Any:
-    """Returns a boto3 client that resolves endpoints and builds requests, but sends none."""
-    return session.client(
-        "s3",
-        region_name=region,
-        endpoint_url=options.endpoint_url,
-        config=_boto_config(options),
-        **_NO_CREDENTIALS,
-    )
-
-
-def _session_client(session: Any, config: Config, region: str) -> Any:
-    """Returns a boto3 client that requests sessions: with credentials and without retries."""
-    return session.client(
-        "s3",
-        region_name=region,
-        endpoint_url=config.s3.endpoint_url,
-        config=BotoConfig(
-            retries={"total_max_attempts": 1},
-            connect_timeout=config.connect_timeout,
-            read_timeout=config.read_timeout,
-        ),
-    )
-
-
-# for clients that send nothing: without keys they would look for credentials and log the result
-_NO_CREDENTIALS = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
-
-
-_OF_S3 = re.compile(
-    r"(?:.+\.)?"
-    r"s3(?:-fips|-accelerate|-global|-accesspoint(?:-fips)?|-external-1|express-[a-z0-9-]+)?"
-    r"(?:\.dualstack)?(?:[.-][a-z]+(?:-[a-z]+)+-\d+)?(?:\.vpce)?"
-)
-"""The host names of Amazon's S3, without the domain that other services share."""
-
-
-def _amazon_suffix(core: botocore.session.Session, host: str) -> str | None:
-    """Returns the domain suffix of a host of Amazon's S3; None for any other host.
-
-    botocore knows the partitions; the client has loaded them. S3 on Outposts does not count.
-    """
-    for partition in core.get_data("partitions")["partitions"]:
-        suffix = f".{partition['outputs']['dnsSuffix']}"
-        if host.endswith(suffix) and _OF_S3.fullmatch(host.removesuffix(suffix)):
-            return suffix
-    return None
-
-
-def _resolve(client: Any, bucket: str) -> tuple[str, str]:
-    """Returns the URL of the bucket and the region to sign for, as botocore resolves them.
-
-    botocore's rules (path or virtual style, access points, FIPS, dual stack, endpoints of other
-    vendors) are not repeated here: a hook captures the request that botocore would send.
-    """
-    seen: list[tuple[str, str]] = []
-
-    def capture(request: Any, **_: Any) -> AWSResponse:
-        seen.append((request.url, _signed_for(request.headers.get("Authorization", ""))))
-        answer = urllib3.HTTPResponse(io.BytesIO(), preload_content=False)
-        return AWSResponse(request.url, 200, {}, answer)
-
-    events = client.meta.events
-    events.register("before-send.s3.HeadObject", capture)
-    try:
-        client.head_object(Bucket=bucket, Key="x")
-    finally:
-        events.unregister("before-send.s3.HeadObject", capture)
-    url, region = seen[0]
-    return url.partition("?")[0].removesuffix("x"), region or client.meta.region_name
-
-
-def _signed_for(signature: str | bytes) -> str:
-    """Returns the region of an Authorization header; empty if it has none."""
-    text = signature.decode("ascii") if isinstance(signature, bytes) else signature
-    _, _, scope = text.partition("Credential=")  # key/date/region/service/aws4_request
-    return scope.split(",")[0].split("/")[-3] if scope else ""
-
-
-def _boto_config(options: S3Options) -> BotoConfig:
-    s3 = {"us_east_1_regional_endpoint": "regional"}
-    if options.addressing_style is not None:  # otherwise the profile's
-        s3["addressing_style"] = options.addressing_style
-    return BotoConfig(
-        signature_version=UNSIGNED if options.anonymous else "s3v4",
-        s3=s3,
-        retries={"total_max_attempts": 1},
-    )
-
-
-def _http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOptions:
-    """Returns the connection options, with the proxy and certificates that boto3 would use."""
-    meta = client.meta
-    certificate = meta.config.client_cert
-    proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url) or {}
-    ca_bundle = ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")
-    return HttpOptions.of(
-        config,
-        proxy=proxies.get(urlsplit(meta.endpoint_url).scheme),
-        ca_bundle=ca_bundle or get_cert_path(True),
-        client_cert=certificate if isinstance(certificate, str) else None,
-    )
-
-
 def object_headers(options: S3Options) -> dict[str, str]:
     """Returns the headers of every new object."""
     wanted = {
@@ -442,14 +306,148 @@ def object_headers(options: S3Options) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-@contextlib.contextmanager
-def _translated(uri: str) -> Iterator[None]:
-    """Converts boto3's errors about its settings and the bucket's name to cloudckpt's errors."""
-    try:
-        yield
-    except (botocore.exceptions.BotoCoreError, ValueError, OSError) as exc:
-        text = (
-            "boto3 rejects the name of the bucket or its settings; see the cause, and correct the "
-            "URI, ~/.aws/config or the AWS_* variables"
+# characters, the documented minimum; the end of a shorter id would reveal too much of it
+_LEAST_ID = 16
+# seconds before the keys' expiry, as in botocore.utils.IdentityCache: from then on one thread
+# renews them while the others use them; from then on all threads wait
+_RENEWED, _AWAITED = 45, 10
+
+
+class Keys:
+    """The credentials that boto3 finds."""
+
+    def __init__(self, session: Any, uri: str) -> None:
+        """Asks a boto3 session for credentials; `uri` is the bucket, for messages.
+
+        Raises:
+            CredentialsError: If boto3 finds no credentials.
+        """
+        self._found = session.get_credentials()
+        if self._found is None:
+            raise CredentialsError(
+                "no AWS credentials were found in the environment "
+                "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), "
+                "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), or from "
+                "the container's or instance's role",
+                uri=uri,
+                certain=True,
+            )
+
+    def secrets(self) -> tuple[str, ...]:
+        """Returns access key, secret key and session token (may be empty)."""
+        frozen = self._found.get_frozen_credentials()
+        return frozen.access_key, frozen.secret_key, frozen.token or ""
+
+    def origin(self) -> Origin:
+        key = self.secrets()[0]
+        ends = getattr(self._found, "_expiry_time", None)  # botocore has no public name for it
+        return Origin(
+            source=f"boto3's {self._found.method}",
+            identity=f"access key …{key[-4:]}" if len(key) >= _LEAST_ID else "",
+            ends=ends.timestamp() if ends else None,
         )
-        raise_alone(ConfigError(text, uri=uri, cause=reason(exc)))
+
+
+_SILENT = (
+    botocore.exceptions.ConnectionError,
+    botocore.exceptions.HTTPClientError,
+    botocore.exceptions.IncompleteReadError,
+    botocore.exceptions.CapacityNotAvailableError,
+    botocore.exceptions.MetadataRetrievalError,
+)
+
+
+def _is_passing(exc: Exception) -> bool:
+    """Returns whether a credentials service did not respond, or asked to retry later."""
+    for inner in causes(exc):
+        if isinstance(inner, botocore.exceptions.ClientError):  # of STS, Identity Center or sign-in
+            error, meta = inner.response["Error"], inner.response.get("ResponseMetadata", {})
+            code, status = str(error.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
+            return isinstance(from_code(Refusal(code), status, {}), TransientStoreError)
+        # HTTPClientError itself also wraps invalid requests, such as a token with a line break
+        if isinstance(inner, _SILENT) and type(inner) is not botocore.exceptions.HTTPClientError:
+            return True
+    return False
+
+
+keys_error = partial(fetch_error, whose="AWS", is_passing=_is_passing)
+"""Converts boto3's errors while it finds or refreshes credentials, see :func:`fetch_error`."""
+
+
+class Sessions:
+    """The sessions of a directory bucket (S3 Express One Zone), and their credentials.
+
+    Requests are signed with keys that CreateSession issues for five minutes. boto3 requests them
+    and botocore renews them, as for its own clients; this class keeps them.
+    """
+
+    def __init__(self, session: Any, client: Any, bucket: str, uri: str, errors: Errors) -> None:
+        """Stores the session's client; a session begins with the first `secrets`.
+
+        Args:
+            session: The boto3 session that finds the credentials.
+            client: An S3 client of that session, which requests the bucket's keys.
+            bucket: The bucket's name.
+            uri: The bucket, for messages.
+            errors: Converts boto3's exceptions.
+
+        Raises:
+            StoreError: If there are no credentials, as in :class:`Keys`.
+        """
+        self._bucket, self._uri = bucket, uri
+        self.identity = Credentials(lambda: Keys(session, uri), errors)
+        """The credentials that sign copies, which may read buckets that no session covers."""
+        self._client = client
+        self._keys: Any = None
+        self._start = SharedCall(self._started, errors)
+
+    def secrets(self) -> tuple[str, ...]:
+        """Returns access key, secret key and token of a valid session.
+
+        Raises:
+            CredentialsError: If the AWS credentials can't be used.
+            AccessDeniedError: If they may not begin a session.
+            BucketNotFoundError: If the bucket does not exist.
+            ConnectionLostError: If S3 does not respond or is overloaded.
+        """
+        if self._keys is None:
+            self._keys = self._start()
+        frozen = self._keys.get_frozen_credentials()
+        return frozen.access_key, frozen.secret_key, frozen.token
+
+    def _started(self) -> Any:
+        """Begins the first session; returns its keys, which botocore renews."""
+        return RefreshableCredentials.create_from_metadata(
+            metadata=self._begin(),
+            refresh_using=self._begin,
+            method="s3express",
+            advisory_timeout=_RENEWED,
+            mandatory_timeout=_AWAITED,
+        )
+
+    def _begin(self) -> dict[str, str]:
+        """Begins a session; returns its keys in the form in which botocore keeps credentials."""
+        self.identity.get()  # raises the error of the credentials themselves first
+        try:
+            keys = self._client.create_session(Bucket=self._bucket)["Credentials"]
+        except botocore.exceptions.ClientError as exc:
+            if _is_passing(exc):
+                raise
+            told, meta = exc.response["Error"], exc.response["ResponseMetadata"]
+            code, words = str(told.get("Code", "")), [str(told.get("Message", ""))]
+            said = Refusal(code, words, is_foreign=True)  # no object was requested
+            status, headers = int(meta.get("HTTPStatusCode", 0)), meta.get("HTTPHeaders") or {}
+            error = from_code(said, status, headers, "CreateSession", self._uri)
+            if isinstance(error, AccessDeniedError):
+                error.message += "; a directory bucket needs s3express:CreateSession"
+            raise_alone(error)
+        return {
+            "access_key": keys["AccessKeyId"],
+            "secret_key": keys["SecretAccessKey"],
+            "token": keys["SessionToken"],
+            # botocore's client returns times as text
+            "expiry_time": str(keys["Expiration"]),
+        }
+
+    def origin(self) -> Origin:
+        return self.identity.current.origin()

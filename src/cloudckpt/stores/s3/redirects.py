@@ -21,8 +21,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.stores.http.bodies import Reply
-from cloudckpt.stores.http.client import HttpClient
+from cloudckpt.stores.http.client import HttpClient, Reply
 from cloudckpt.stores.redaction import conceal, told
 from cloudckpt.stores.refusals import Meaning, Refusal, refusal
 from cloudckpt.stores.rest import SUCCESS, RestStore

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from urllib.parse import quote
+from functools import partial
+from urllib.parse import quote, unquote_plus
 from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import from_base64, to_base64
@@ -29,8 +30,8 @@ from cloudckpt.stores.base import (
     once,
 )
 from cloudckpt.stores.capabilities import Capabilities
-from cloudckpt.stores.http.bodies import Reply, iso_date
-from cloudckpt.stores.rest import UNRESERVED, Marks, Page, Signed, encode_query
+from cloudckpt.stores.http.client import Reply, whole_number
+from cloudckpt.stores.rest import UNRESERVED, Marks, Page, Signed, encode_query, iso_date
 from cloudckpt.stores.s3.access import (
     BucketAccess,
     object_headers,
@@ -40,7 +41,6 @@ from cloudckpt.stores.s3.errors import from_answer
 from cloudckpt.stores.s3.redirects import redirected_read
 from cloudckpt.stores.xml_api import (
     XmlStore,
-    key_text,
     required,
     result_of,
     text,
@@ -209,27 +209,34 @@ class S3Store(XmlStore):
         """Returns the prefix to ask for: up to the last slash where only such ones are allowed."""
         return prefix if self._dialect.any_prefix else prefix[: prefix.rfind("/") + 1]
 
-    def _listed(self, prefix: str, retry: Retry, delimiter: str) -> Iterator[Page]:
-        level = {"delimiter": delimiter} if delimiter else {}
-        asked = self._listable(prefix)
-        query = {"list-type": "2", "prefix": asked, **level, "encoding-type": "url"}
-
-        def ask(marks: Marks) -> tuple[Page, Marks | None]:
-            more = {"continuation-token": marks[0]} if marks else {}
-            url = f"{self.bucket_url}?{encode_query({**query, **more})}"
-            with self.exchange("GET", url, {}, key=prefix) as reply:
-                page = unqualified(reply.read_all(), self.uri(prefix), "ListBucketResult")
-                found = _objects_in(page), _folders_in(page)
-                follows = text(page, "IsTruncated") == "true"
-                return found, (text(page, "NextContinuationToken"),) if follows else None
-
-        pages = self._all_pages(prefix, ask, retry)
+    def _pages(self, prefix: str, delimiter: str, retry: Retry) -> Iterator[Page]:
         if self._dialect.any_prefix:
-            return pages
-        whole = [*pages]  # unordered, with repeated folders
+            return self._all_pages(prefix, partial(self._page, prefix, delimiter), retry)
+        whole = [*super()._pages(self._listable(prefix), delimiter, retry)]
+        # unordered, with repeated folders
         found = (info for objects, _ in whole for info in objects if info.key.startswith(prefix))
         folders = {folder for _, folders in whole for folder in folders}
         return iter([(sorted(found, key=lambda info: info.key), sorted(folders))])
+
+    def _page(self, prefix: str, delimiter: str, marks: Marks) -> tuple[Page, Marks | None]:
+        query = {"list-type": "2", "prefix": prefix, "encoding-type": "url"}
+        if delimiter:
+            query["delimiter"] = delimiter
+        if marks:
+            query["continuation-token"] = marks[0]
+        url = f"{self.bucket_url}?{encode_query(query)}"
+        with self.exchange("GET", url, {}, key=prefix) as reply:
+            page = unqualified(reply.read_all(), "ListBucketResult")
+            decode = unquote_plus if text(page, "EncodingType") == "url" else str
+            objects, folders = list[ObjectInfo](), list[str]()
+            for entry in page.iterfind("Contents"):
+                key, size = decode(required(entry, "Key")), whole_number(text(entry, "Size"))
+                modified = iso_date(text(entry, "LastModified"))
+                objects.append(ObjectInfo(key, size, text(entry, "ETag"), modified=modified))
+            for entry in page.iterfind("CommonPrefixes"):
+                folders.append(decode(required(entry, "Prefix")))
+            follows = text(page, "IsTruncated") == "true"
+            return (objects, folders), (text(page, "NextContinuationToken"),) if follows else None
 
     def _delete(self, key: str, if_version: str | None) -> None:
         is_known_ignored = self._dialect.conditional_deletes is False
@@ -289,24 +296,6 @@ def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
         "x-amz-copy-source": quote(path, safe=UNRESERVED),
         "x-amz-copy-source-if-match": found.version,
     }
-
-
-def _objects_in(page: Element) -> list[ObjectInfo]:
-    """Returns the objects in a page of a listing; raises ValueError for an incomplete entry."""
-    return [
-        ObjectInfo(
-            key_text(page, required(entry, "Key")),
-            int(text(entry, "Size")),
-            text(entry, "ETag"),
-            modified=iso_date(text(entry, "LastModified")),
-        )
-        for entry in page.iterfind("Contents")
-    ]
-
-
-def _folders_in(page: Element) -> list[str]:
-    """Returns the folders in a page of a listing."""
-    return [key_text(page, required(entry, "Prefix")) for entry in page.iterfind("CommonPrefixes")]
 
 
 def _crc32c(made: Element) -> int | None:

@@ -1,4 +1,4 @@
-"""Recognizes TLS failures that a retry can't mend, such as an untrusted certificate."""
+"""Maps the failures of connections to errors, and recognizes those that a retry can't mend."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import itertools
 import re
 import ssl
 from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
 
 import urllib3
 
-from cloudckpt.errors import TLSError
+from cloudckpt.errors import ConnectionLostError, InvalidRequestError, StoreError, TLSError
+from cloudckpt.stores.http.connections import LateError
+from cloudckpt.stores.redaction import told
 
-__all__ = ["causes", "lasting_failure"]
+__all__ = ["causes", "failure", "lasting_tls_failure"]
 
+_TUNNEL = re.compile(r"Tunnel connection failed: (4\d\d)\b.*")
 _TRUST = (
     "if the endpoint uses its own certificate authority, name the file with its certificates "
     "in AWS_CA_BUNDLE (s3://) or REQUESTS_CA_BUNDLE (gs://, az://)"
@@ -39,7 +43,23 @@ _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, Permission
 _OF_FILES = ("ASN1", "PEM", "X509")
 
 
-def lasting_failure(
+def failure(exc: BaseException, method: str, url: str, bundle: str | None) -> StoreError:
+    """Returns the error for a request that had no response, given the exception of urllib3."""
+    host = urlsplit(url).netloc.rpartition("@")[2]
+    lasting = _refused_by_proxy(exc, host) or lasting_tls_failure(exc, host, bundle=bundle)
+    if lasting is not None:
+        return lasting
+    unsent = _never_connected(exc)
+    why = f"no connection to {host}" if unsent else f"no answer from {host}"
+    return ConnectionLostError(
+        f"{why} to a {method} request: check that the endpoint is right and answers "
+        "(cloudckpt doctor)",
+        cause=_plain(exc),
+        certain=unsent,
+    )
+
+
+def lasting_tls_failure(
     error: BaseException, host: str, *, bundle: str | None = None
 ) -> TLSError | None:
     """Returns a TLSError if `error` comes of a lasting TLS failure; None if a retry may help.
@@ -91,3 +111,38 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         wrapped = (arg for arg in error.args if isinstance(arg, BaseException))
         error = error.__cause__ or next(wrapped, None) or error.__context__
+
+
+def _refused_by_proxy(exc: BaseException, host: str) -> StoreError | None:
+    """Returns the error if a proxy refuses the host for good; None if it may accept later."""
+    said = _TUNNEL.search(told(str(exc)))
+    if said is None or int(said[1]) in (408, 425, 429):
+        return None
+    advice = (
+        "write a user and a password into its URL"
+        if said[1] == "407"
+        else "configure it to allow this host, use another proxy, or add the host to NO_PROXY"
+    )
+    return InvalidRequestError(
+        f"the proxy that HTTPS_PROXY (or ALL_PROXY) names refuses to connect to {host}: {advice}",
+        cause=said[0],
+        certain=True,
+    )
+
+
+def _never_connected(exc: BaseException) -> bool:
+    """Returns whether the request was never sent because no connection could be made."""
+    inner = getattr(exc, "original_error", exc)  # urllib3's ProxyError wraps it
+    # also for refused connections and unresolved names
+    return isinstance(inner, urllib3.exceptions.ConnectTimeoutError)
+
+
+def _plain(exc: BaseException) -> str:
+    """Returns the innermost cause of an exception, without urllib3's wrapping."""
+    for inner in causes(exc):
+        if isinstance(inner, LateError):  # urllib3 would only report a timeout
+            return str(inner)
+    reason = getattr(exc, "reason", None)
+    inner = reason if isinstance(reason, BaseException) else exc
+    text = re.sub(r"^\w+\(host=.*?\): ", "", str(inner).rpartition(">: ")[2] or str(inner))
+    return f"{type(inner).__name__}: {told(text)}"

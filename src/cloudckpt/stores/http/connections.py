@@ -1,26 +1,53 @@
-"""Breaks connections that make no progress, and reports long silences to the log."""
+"""Connections that are broken when they make no progress; long silences are reported to the log.
+
+Their sockets therefore need no timeouts, and a long read can fill its buffer in one call.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import functools
 import http.client
 import logging
 import socket
+import ssl
 import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import urllib3
+import urllib3.connection
 from urllib3.util.ssltransport import SSLTransport
 
+from cloudckpt.stores.http.expect import early_answer, resumed
 from cloudckpt.waiting import Waiting, current
 
-__all__ = ["SLOWEST", "Connection", "Counter", "LateError", "Traffic", "Watch", "break_connection"]
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+    from cloudckpt.stores.http.options import Contexts
+
+__all__ = [
+    "LONG",
+    "SLOWEST",
+    "Call",
+    "Connection",
+    "Counter",
+    "LateError",
+    "Traffic",
+    "Watch",
+    "WatchedConnection",
+    "WatchedSocket",
+    "break_connection",
+    "pool_classes",
+]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -37,6 +64,12 @@ SLOWEST = 4096
 At this rate a part of 16 MiB takes more than an hour; an ISDN line carries twice as much. The value
 is well above what a peer that drips ten bytes a second causes, although TLS expands each byte to
 about 30, and TLS inside TLS to about 60.
+"""
+
+LONG = 256 * 1024
+"""Bytes; a read of more than that waits until its buffer is full.
+
+Python's own reads ahead, of up to 128 KiB, must not: their bytes may not be sent at all.
 """
 
 _IDLE = 10.0  # seconds without a step, after which the watch's thread ends
@@ -255,3 +288,203 @@ class Watch:
                 break_connection(step.connection)
         if step.expired:
             self._steps.discard(step)
+
+
+class WatchedSocket(socket.socket):
+    """A socket without a timeout, whose long reads fill their buffer: the watch ends a stall.
+
+    urllib3 sets a timeout before each request and response. Each would be a system call, which
+    releases the GIL and waits for it.
+    """
+
+    is_watched = False
+
+    fills_buffers = True
+    """Whether a long read returns fewer bytes only if there are no more, or at a failure."""
+
+    has_unread = False
+    """Whether received but unread data are held outside of the kernel."""
+
+    @classmethod
+    def of(cls, sock: socket.socket) -> WatchedSocket:
+        """Returns a socket that takes over the connection of `sock`, which becomes unusable."""
+        return cls(sock.family, sock.type, sock.proto, fileno=sock.detach())
+
+    def settimeout(self, value: float | None) -> None:
+        """Sets the timeout, but does nothing once the socket is watched."""
+        if not self.is_watched:
+            super().settimeout(value)
+
+    def watched(self) -> None:
+        """Removes the timeout and ignores later ones; the watch takes over."""
+        self.settimeout(None)
+        self.is_watched = True
+
+    def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:
+        """Receives into `buffer`; a long read returns when the buffer is full or the data ends."""
+        wanted = nbytes or memoryview(buffer).nbytes
+        if wanted > LONG and not flags and self.is_watched:
+            flags = socket.MSG_WAITALL
+        return super().recv_into(buffer, nbytes, flags)
+
+
+@dataclass(eq=False)
+class Call:
+    """The request that a thread has under way.
+
+    Attributes:
+        limit: Seconds within which the response must begin.
+        option: The option that sets this limit, for messages.
+        asks_first: Whether the request waits for the server's ``100 Continue`` before it sends the
+            body.
+        connection: The connection in use at the moment; None if there is none yet.
+    """
+
+    limit: float
+    option: str
+    asks_first: bool
+    connection: Connection | None = None
+
+
+class WatchedConnection(http.client.HTTPConnection):
+    """The attributes that `_Connecting` above urllib3's class and `_Sending` below it share."""
+
+    sock: socket.socket | None
+    # set as class attributes by pool_classes:
+    calls: Mapping[int, Call]  # by thread identifier
+    connect_limit: float  # seconds
+    contexts: Contexts
+    watch: Watch
+    connecting: bool = False
+    is_spent: bool = False  # whether the server still waits for a body: no other request can follow
+    # the beginning of the response, read while the request waited for 100 Continue
+    begun: bytes = b""
+    raw_response: http.client.HTTPResponse | None = None
+    raw_sock: socket.socket | None = None
+
+    def close(self) -> None:
+        """Closes the connection, and its last response if there is one.
+
+        Such a response would keep the socket open: the connection forgets its socket if the
+        response ends with it, and also if the watch cut the headers off.
+        """
+        super().close()
+        if self.raw_response is not None:
+            self.raw_response.close()
+
+
+class _Sending(WatchedConnection):
+    """The connection class below urllib3's: sends requests and receives responses under the watch.
+
+    It keeps the standard library's response, whose ``readinto`` receives into the caller's memory
+    (urllib3's own copies). Its socket has no timeout: the watch ends what takes too long.
+    """
+
+    def send(self, data: Any) -> None:
+        if self.connecting:  # a CONNECT request to a proxy
+            super().send(data)
+            return
+        if self.sock is None and self.auto_open:
+            self.connect()
+        call = self.calls[threading.get_ident()]
+        if self.sock is not None:
+            self.sock.settimeout(None)
+            call.connection = self.sock
+        try:
+            with self.watch.step(self.sock, counter=Counter.ACKNOWLEDGED):
+                super().send(data)
+        except ssl.SSLEOFError as exc:
+            # A server may refuse a large body before it has received all of it. urllib3 then reads
+            # the response if send() raised BrokenPipeError, as it does without TLS.
+            raise BrokenPipeError(errno.EPIPE, str(exc)) from exc
+        if call.asks_first and isinstance(self.sock, socket.socket):  # this call sent the headers
+            call.asks_first = False
+            self.is_spent, self.begun = early_answer(self.sock)
+            if self.is_spent:  # BrokenPipeError makes urllib3 read the response
+                raise BrokenPipeError(errno.EPIPE, "the server answered before the body was sent")
+
+    def getresponse(self) -> http.client.HTTPResponse:
+        answer: Any = http.client.HTTPResponse
+        if self.begun:
+            answer = functools.partial(_ResumedResponse, begun=self.begun)
+            self.begun = b""
+        self.response_class = answer
+        self.raw_sock = self.sock  # super() drops it if the server closes the connection
+        if self.sock is not None:
+            self.sock.settimeout(None)  # urllib3 has set a timeout
+        call = self.calls[threading.get_ident()]
+        late = f"the server did not answer within {call.limit:g} s ({call.option})"
+        # the end of the body may still be on its way, which does not count as the server's delay
+        with self.watch.step(self.raw_sock, late, call.limit, Counter.ACKNOWLEDGED):
+            self.raw_response = super().getresponse()
+        return self.raw_response
+
+
+class _ResumedResponse(http.client.HTTPResponse):
+    """A response whose first bytes were read earlier, while the request waited for 100 Continue."""
+
+    fp: Any
+
+    def __init__(self, *args: Any, begun: bytes, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fp = resumed(self.fp, begun)
+
+
+class _Connecting(WatchedConnection):
+    """A mix-in for urllib3's connections: connects with this package's sockets, in limited time.
+
+    The time is watched because a proxy may send its response byte by byte. With TLS, the context
+    chooses the socket class, so urllib3 is given a context like the one that it would create by
+    itself. TLS inside a proxy's TLS is not a socket and can't be replaced.
+    """
+
+    # attributes that urllib3 reads:
+    ssl_context: ssl.SSLContext | None
+    proxy_config: Any
+
+    def connect(self) -> None:
+        late = (
+            f"the connection was not made within {self.connect_limit:g} s (4 times connect_timeout)"
+        )
+        if isinstance(self, urllib3.connection.HTTPSConnection):
+            self.ssl_context = self.contexts.get()
+            if self.proxy_config is not None:
+                self.proxy_config = self.proxy_config._replace(ssl_context=self.ssl_context)
+        self.calls[threading.get_ident()].connection = self
+        self.connecting, self.is_spent, self.begun = True, False, b""
+        try:
+            with self.watch.step(self, late, self.connect_limit):
+                super().connect()
+        finally:
+            self.connecting = False
+        if type(self.sock) is socket.socket:
+            self.sock = WatchedSocket.of(self.sock)
+        if isinstance(self.sock, WatchedSocket):
+            self.sock.watched()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection can be reused; not if unrequested bytes have arrived on it.
+
+        The next response would begin with these bytes.
+        """
+        connected: bool = super().is_connected  # type: ignore[misc]  # urllib3's
+        return connected and not (isinstance(self.sock, WatchedSocket) and self.sock.has_unread)
+
+
+def pool_classes(
+    calls: Mapping[int, Call], connect_limit: float, contexts: Contexts, watch: Watch
+) -> dict[str, type[urllib3.HTTPConnectionPool]]:
+    """Returns urllib3's connection pools by URL scheme, with connections that are watched."""
+    shared = {
+        "calls": calls,
+        "connect_limit": connect_limit,
+        "contexts": contexts,
+        "watch": watch,
+    }
+    plain = type("Plain", (_Connecting, urllib3.connection.HTTPConnection, _Sending), shared)
+    secure = type("Secure", (_Connecting, urllib3.connection.HTTPSConnection, _Sending), shared)
+    return {
+        "http": type("PlainPool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": plain}),
+        "https": type("SecurePool", (urllib3.HTTPSConnectionPool,), {"ConnectionCls": secure}),
+    }
