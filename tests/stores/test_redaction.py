@@ -6,7 +6,7 @@ import time
 import pytest
 
 from cloudckpt.errors import StoreError
-from cloudckpt.stores.redaction import conceal, masked, told
+from cloudckpt.stores.redaction import conceal, excerpt, masked
 from support.dialects import DIALECTS, error_json, error_xml
 
 LONG = 3_600_000  # characters
@@ -90,7 +90,7 @@ def test_what_is_beneath_an_error_and_too_long_to_be_looked_through_is_cut_off()
 @pytest.mark.parametrize("at", range(440, 520, 10))
 def test_a_secret_that_the_end_of_a_text_cuts_in_two_is_not_shown(at):
     secret = "S3cr3tKey/" * 4
-    shown = told("x" * at + secret, [secret])
+    shown = excerpt("x" * at + secret, [secret])
     assert "S3cr3t" not in shown
 
 

@@ -72,8 +72,7 @@ class Connection:
         began, clock = time.monotonic(), time.time()
         with self._http.send("HEAD", self._route.url, {}) as reply:
             took = time.monotonic() - began
-            told = reply.headers.get("Date", "")
-        date = http_date(told)
+            date = http_date(reply.headers.get("Date", ""))
         self._skew = None if date is None else clock + took / 2 - date
         way = ", through a proxy" if self._route.http.proxy else ""
         return ok(f"answered after {took * 1000:.0f} ms{way}", values={"seconds": took})

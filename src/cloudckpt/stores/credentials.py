@@ -21,7 +21,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Body
 from cloudckpt.stores.http.failures import lasting_tls_failure
 from cloudckpt.stores.http.options import HttpOptions, Route
-from cloudckpt.stores.redaction import raise_alone, reason
+from cloudckpt.stores.redaction import raise_without_context, reason
 
 __all__ = [
     "Access",
@@ -119,7 +119,7 @@ class SharedCall(Generic[T]):
         """
         asked = time.monotonic()
         if not self._lock.acquire(timeout=_LONGEST_WAIT):
-            text = "fetching the credentials takes too long in another thread"
+            text = "another thread takes too long to fetch the credentials; the request is retried"
             raise ConnectionLostError(text, certain=True)
         try:
             if self._ended <= asked:
@@ -129,7 +129,7 @@ class SharedCall(Generic[T]):
                     self._outcome = self._errors(exc)
                 self._ended = time.monotonic()
             if isinstance(self._outcome, CloudCheckpointError):
-                raise_alone(copy.copy(self._outcome))
+                raise_without_context(copy.copy(self._outcome))
             return cast(T, self._outcome)
         finally:
             self._lock.release()
@@ -168,7 +168,7 @@ class Credentials(Generic[S]):
         try:
             self.current = look()
         except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
-            raise_alone(errors(exc))
+            raise_without_context(errors(exc))
 
     def get(self) -> Issued:
         """Returns the source for the next request, and its secrets; renews them if they are due.
@@ -195,7 +195,7 @@ class Credentials(Generic[S]):
         if isinstance(error, CredentialsError):
             self._has_failed = True
             if self._were_issued:
-                text = "the credentials can't be refreshed at the moment; it is tried again"
+                text = "the credentials can't be refreshed at the moment; the request is retried"
                 error = ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
         raise error
 
@@ -228,8 +228,8 @@ def fetch_error(
     whose: str,
     uri: str | None,
     *,
-    is_passing: Callable[[Exception], bool],
-    said: Callable[[Exception], str] = reason,
+    is_transient: Callable[[Exception], bool],
+    text_of: Callable[[Exception], str] = reason,
 ) -> CloudCheckpointError:
     """Converts an exception of an SDK's credentials lookup or refresh to cloudckpt's error.
 
@@ -237,9 +237,9 @@ def fetch_error(
         exc: The exception; cloudckpt's own errors are returned unchanged.
         whose: The vendor's name, for messages.
         uri: The bucket that the credentials are for.
-        is_passing: Returns whether an exception means that a service does not respond or is
+        is_transient: Returns whether an exception means that a service does not respond or is
             overloaded.
-        said: Returns an exception's message without credentials.
+        text_of: Returns an exception's message without credentials.
 
     Returns:
         A TLSError if the TLS connection to the service fails for a lasting reason; a
@@ -250,13 +250,13 @@ def fetch_error(
         return exc
     error: StoreError | None = lasting_tls_failure(exc, "the credentials service")
     if error is not None:
-        error.uri, error.cause = uri, said(exc)
+        error.uri, error.cause = uri, text_of(exc)
         return error
-    if is_passing(exc):
-        text = f"the {whose} credentials can't be fetched at the moment; it is tried again"
-        return ConnectionLostError(text, uri=uri, cause=said(exc), certain=True)
+    if is_transient(exc):
+        text = f"the {whose} credentials can't be fetched at the moment; the request is retried"
+        return ConnectionLostError(text, uri=uri, cause=text_of(exc), certain=True)
     text = f"the {whose} credentials can't be used; see the cause, and correct or renew them"
-    return CredentialsError(text, uri=uri, cause=said(exc), certain=True)
+    return CredentialsError(text, uri=uri, cause=text_of(exc), certain=True)
 
 
 class Access(ABC):

@@ -210,7 +210,11 @@ class LocalStore(ObjectStore):
     ) -> ObjectInfo:
         with self._opened(key, if_version) as (file, info):
             if start + nbytes(into) > info.size:
-                raise _too_short(start, info.size, self.uri(key))
+                raise RangeNotSatisfiableError(
+                    f"the range ends at byte {start + nbytes(into)}, but the file has only "
+                    f"{info.size} bytes",
+                    uri=self.uri(key),
+                )
             self._fill(key, file, start, into, progress)
         return info
 
@@ -462,9 +466,3 @@ class LocalStore(ObjectStore):
 def _info(key: str, found: os.stat_result) -> ObjectInfo:
     version = f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
     return ObjectInfo(key, found.st_size, version, modified=found.st_mtime, arrived=found.st_ctime)
-
-
-def _too_short(start: int, size: int, uri: str) -> RangeNotSatisfiableError:
-    return RangeNotSatisfiableError(
-        f"the range begins at byte {start}, but the file has only {size} bytes", uri=uri
-    )

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote
 
 from cloudckpt.errors import CloudCheckpointError
 
-__all__ = ["conceal", "masked", "raise_alone", "reason", "told"]
+__all__ = ["conceal", "masked", "raise_without_context", "reason", "excerpt"]
 
 _MASK = "***"
 _LONGEST_WORD = 500  # characters shown of a server's or SDK's message
@@ -65,7 +65,7 @@ def masked(text: str, secrets: Iterable[str] = ()) -> str:
     return _without(text, _known(secrets))
 
 
-def told(text: str, secrets: Iterable[str] = (), *, most: int = _LONGEST_WORD) -> str:
+def excerpt(text: str, secrets: Iterable[str] = (), *, most: int = _LONGEST_WORD) -> str:
     """Returns a server's, proxy's or SDK's text without credentials and cut to `most` characters.
 
     Every text received from the network passes through here before it becomes part of an error: the
@@ -117,8 +117,8 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def reason(exc: BaseException, secrets: Iterable[str] = ()) -> str:
-    """Returns ``class: message`` of an exception, redacted and cut as by :func:`told`."""
-    return f"{type(exc).__name__}: {told(str(exc), secrets)}"
+    """Returns ``class: message`` of an exception, redacted and cut as by :func:`excerpt`."""
+    return f"{type(exc).__name__}: {excerpt(str(exc), secrets)}"
 
 
 def conceal(error: CloudCheckpointError, secrets: Iterable[str] = ()) -> None:
@@ -148,7 +148,7 @@ def _beneath(error: BaseException) -> Iterator[BaseException]:
             waiting += [inner.__cause__, inner.__context__]
 
 
-def raise_alone(error: BaseException) -> NoReturn:
+def raise_without_context(error: BaseException) -> NoReturn:
     """Raises an error without a ``__context__``, so that it does not lead to the handled exception.
 
     ``raise … from None`` only hides the handled exception: it stays in ``__context__``, where

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cloudckpt import errors
 from cloudckpt.errors import StoreError
-from cloudckpt.stores.redaction import told
+from cloudckpt.stores.redaction import excerpt
 from cloudckpt.stores.rest import http_date
 
 __all__ = ["DAMAGED", "Meaning", "Refusal", "kind_of", "refusal", "retry_after"]
@@ -58,7 +58,8 @@ _TEXTS: Mapping[type[StoreError], str] = {
     errors.InvalidRequestError: "the store rejected the request; see the code in the cause",
     errors.ObjectNotFoundError: "the object does not exist",
     errors.PreconditionFailedError: (
-        "the object is not in the expected state: it was written, replaced or deleted meanwhile"
+        "the condition of the request does not hold: the object was written, replaced or deleted "
+        "meanwhile"
     ),
     errors.RangeNotSatisfiableError: "the object ends before the requested range",
     errors.ServerError: "the store had an internal error",
@@ -122,7 +123,7 @@ class Refusal(NamedTuple):
 
 def refusal(
     table: Sequence[Meaning],
-    said: Refusal,
+    response: Refusal,
     status: int,
     headers: Mapping[str, str],
     action: str,
@@ -137,32 +138,32 @@ def refusal(
 
     Args:
         table: The vendor's error codes.
-        said: The response's error code and texts.
+        response: The response's error code and texts.
         status: The HTTP status; 0 if unknown.
         headers: The headers of the response, such as ``retry-after`` and request IDs; they are
             asked in lower case.
         action: The operation that failed, for the message.
         uri: The object or bucket of the request.
     """
-    code = said.code
+    code = response.code
     headers = {name.lower(): value.strip() for name, value in headers.items()}
-    if status == 404 and said.is_foreign and not _CODE.fullmatch(code):
+    if status == 404 and response.is_foreign and not _CODE.fullmatch(code):
         foreign = errors.ServerError(
-            "something between this machine and the store has answered in its place; check the "
-            "endpoint and the proxy (cloudckpt doctor)",
+            "a proxy or a gateway has answered in place of the store; check the endpoint and the "
+            "proxy (cloudckpt doctor)",
             uri=uri,
             cause=f"{action}: HTTP {status} without an error code of the store",
         )
         foreign.status = status
         return foreign
-    known = None if status == 429 else _find(table, said.means or code, status)
+    known = None if status == 429 else _find(table, response.means or code, status)
     meaning = known or _find((*table, *_OF_ALL), str(status), status)
     kind = (meaning and meaning.kind) or kind_of(400 if known and status == 200 else status)
     text = (meaning and meaning.text) or _TEXTS[kind]
     is_known = known is not None and (known.is_certain or kind is not errors.ServerError)
-    shown = " ".join(filter(None, (told(code), f"HTTP {status}" if status else "")))
-    cause = ": ".join(filter(None, (action, shown, *map(told, said.words))))
-    identity = " ".join(told(headers[name]) for name in _REQUEST_IDS if headers.get(name))
+    shown = " ".join(filter(None, (excerpt(code), f"HTTP {status}" if status else "")))
+    cause = ": ".join(filter(None, (action, shown, *map(excerpt, response.words))))
+    identity = " ".join(excerpt(headers[name]) for name in _REQUEST_IDS if headers.get(name))
     if identity:
         cause += f"; request {identity}"
     certain = _is_certain(code, status, is_known=is_known)
@@ -170,9 +171,9 @@ def refusal(
     error.status = status or None
     if isinstance(error, errors.TransientStoreError):
         error.retry_after = retry_after(headers)
-    if isinstance(error, errors.AccessDeniedError) and said.lists and action in ("GET", "HEAD"):
+    if isinstance(error, errors.AccessDeniedError) and response.lists and action in ("GET", "HEAD"):
         error.message += (
-            f"; without the permission {said.lists}, the store gives the same answer for an "
+            f"; without the permission {response.lists}, the store gives the same answer for an "
             "object that does not exist"
         )
     if isinstance(error, errors.ClockError) and (ahead := _ahead(headers)) is not None:

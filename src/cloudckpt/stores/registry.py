@@ -59,7 +59,7 @@ _OPENERS: dict[str, Callable[[], _Opener]] = {
 }
 
 
-class _Place:
+class _Slot:
     """A slot for one store; threads that need it while it is opened wait, other stores do not."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Place:
         self.store: ObjectStore | None = None
 
 
-_places: dict[tuple[int, str, Config], _Place] = {}
+_places: dict[tuple[int, str, Config], _Slot] = {}
 
 
 def checkpoint_location(location: URILike) -> CheckpointURI:
@@ -96,13 +96,13 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
     """
     key = (os.getpid(), uri.root, config)
     with late_imports:  # also guards the table
-        place = _places.setdefault(key, _Place())
+        slot = _places.setdefault(key, _Slot())
         opener = _OPENERS[uri.scheme]()
-    with place.lock:
-        if place.store is None:
+    with slot.lock:
+        if slot.store is None:
             try:
-                place.store = opener(uri, config)
+                slot.store = opener(uri, config)
             except CloudCheckpointError as error:
                 conceal(error)
                 raise
-        return place.store
+        return slot.store

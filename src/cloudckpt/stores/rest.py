@@ -41,7 +41,7 @@ from cloudckpt.stores.base import (
 from cloudckpt.stores.credentials import Access, Origin
 from cloudckpt.stores.http.client import HttpClient, Reply, StoppedError, whole_number
 from cloudckpt.stores.http.expect import EXPECT
-from cloudckpt.stores.redaction import conceal, raise_alone, reason
+from cloudckpt.stores.redaction import conceal, raise_without_context, reason
 from cloudckpt.waiting import current
 
 __all__ = [
@@ -124,7 +124,9 @@ class RestStore(ObjectStore):
     ) -> StoreError:
         """Returns the exception for an error response; `headers` are asked in lower case."""
 
-    def belated(self, headers: Mapping[str, str], body: bytes, action: str, uri: str) -> StoreError:
+    def error_in_success(
+        self, headers: Mapping[str, str], body: bytes, action: str, uri: str
+    ) -> StoreError:
         """Returns the exception for an error in the body of a 200, sent before the work ended."""
         error = self.failure(200, headers, body, action, uri)
         # throttled in the middle of the work, whose outcome is unknown
@@ -133,7 +135,7 @@ class RestStore(ObjectStore):
         return error
 
     @contextlib.contextmanager
-    def _copying(self, source: ObjectStore, found: ObjectInfo) -> Iterator[None]:
+    def _naming_source(self, source: ObjectStore, found: ObjectInfo) -> Iterator[None]:
         """Adds the source's URI to the errors of a copy."""
         try:
             yield
@@ -151,8 +153,8 @@ class RestStore(ObjectStore):
     ) -> contextlib.AbstractContextManager[Reply]:
         """Sends a GET for an object's content, of `if_version` if given; yields the response."""
 
-    def naming(self, attempt: str) -> dict[str, str]:
-        """Returns the metadata header that stores the write's name; empty if `attempt` is."""
+    def attempt_header(self, attempt: str) -> dict[str, str]:
+        """Returns the metadata header that holds the write's name; no header if it has none."""
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
 
     def tag_of(self, tag: str | None, key: str) -> str:
@@ -170,8 +172,8 @@ class RestStore(ObjectStore):
         if self._sends_versions:
             raise ConnectionLostError(missing, uri=uri)
         raise StoreError(
-            f"{missing}, by which a checkpoint is told from one that replaced it: use a store "
-            "that sends it, or configure the proxy on the way not to remove it",
+            f"{missing}, without which a replaced checkpoint can't be detected: use a store that "
+            "sends it, or configure the proxy on the way not to remove it",
             uri=uri,
         )
 
@@ -268,7 +270,7 @@ class RestStore(ObjectStore):
             raise
         except Exception as exc:  # noqa: BLE001 - such as a credential that can't be encoded
             text = "the store's credentials can't be used; correct or renew them"
-            raise_alone(CredentialsError(text, cause=type(exc).__name__, certain=True))
+            raise_without_context(CredentialsError(text, cause=type(exc).__name__, certain=True))
         # the body is then sent only after the server's 100 Continue, see http.expect
         if self._knows_expect and size >= _LARGE and time.monotonic() < self._busy_until:
             headers = {**headers, **EXPECT}  # not signed: proxies may drop it
@@ -338,8 +340,8 @@ class RestStore(ObjectStore):
             if marks is not None and (not any(marks) or marks in begun):
                 where = "an earlier page" if any(marks) else "no page"
                 raise ServerError(
-                    "the listing would not end: the store says that more entries follow, but "
-                    f"names {where} as the next one; check the endpoint and the store",
+                    f"the listing would never end: the store names {where} as the next one, "
+                    "although more entries follow; check the endpoint and the store",
                     uri=self.uri(prefix),
                 )
             yield page
@@ -359,7 +361,7 @@ class RestStore(ObjectStore):
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        headers = {**self.new_object_headers(checksum), **self.naming(attempt)}
+        headers = {**self.new_object_headers(checksum), **self.attempt_header(attempt)}
         if if_absent:
             headers["If-None-Match"] = "*"
         if if_version is not None:

@@ -24,7 +24,7 @@ from cloudckpt.stores.base import (
     whole_checksum,
 )
 from cloudckpt.stores.http.client import Reply
-from cloudckpt.stores.redaction import told
+from cloudckpt.stores.redaction import excerpt
 from cloudckpt.stores.rest import Marks, RestStore, encode_query, iso_date
 
 __all__ = [
@@ -71,7 +71,7 @@ def unqualified(body: bytes, name: str = "") -> Element:
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     if name and root.tag != name:
-        raise ServerError(_NOT_THE_XML, cause=f"<{told(root.tag)}> instead of <{name}>")
+        raise ServerError(_NOT_THE_XML, cause=f"<{excerpt(root.tag)}> instead of <{name}>")
     return root
 
 
@@ -101,7 +101,7 @@ def result_of(store: RestStore, reply: Reply, action: str, uri: str) -> Element:
         return Element("")
     root = unqualified(answer)
     if root.tag == "Error":
-        raise store.belated(reply.headers, answer, action, uri)
+        raise store.error_in_success(reply.headers, answer, action, uri)
     return root
 
 
@@ -144,7 +144,7 @@ class XmlStore(RestStore):
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         url, attempt = self.object_url(key, {"uploads": ""}), random_suffix()
-        headers = {**self.creation_headers, **self.naming(attempt)}
+        headers = {**self.creation_headers, **self.attempt_header(attempt)}
         with self.exchange("POST", url, headers, key=key) as reply:
             upload_id = text(unqualified(reply.read_all()), "UploadId")
         if not upload_id:

@@ -37,7 +37,7 @@ from cloudckpt.stores.credentials import (
     fetch_error,
 )
 from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
-from cloudckpt.stores.redaction import raise_alone, told
+from cloudckpt.stores.redaction import excerpt, raise_without_context
 from cloudckpt.stores.rest import iso_date
 
 try:
@@ -150,7 +150,7 @@ class ContainerAccess(Access):
                 )
             return _Tokens(config, uri, note, errors)
 
-        errors = partial(fetch_error, whose="Azure", uri=uri, is_passing=_is_passing)
+        errors = partial(fetch_error, whose="Azure", uri=uri, is_transient=_is_transient)
         self.credentials = Credentials(look, errors)
 
     def authorize(
@@ -275,7 +275,7 @@ class _Tokens:
         try:
             held = self._credential.get_token_info(_SCOPE)
         except ClientAuthenticationError as exc:
-            raise_alone(self._none(exc))
+            raise_without_context(self._none(exc))
         wanted = held.refresh_on or held.expires_on - _MARGIN
         self._held, self._due = held, max(wanted, time.time() + _PAUSE)
 
@@ -287,7 +287,7 @@ class _Tokens:
             "nor a token by azure-identity (AZURE_CLIENT_ID and related variables, workload "
             "identity, managed identity, 'az login'); set one of them",
             uri=self._uri,
-            cause=told(str(exc), most=_LONGEST_TEXT),  # a line per source
+            cause=excerpt(str(exc), most=_LONGEST_TEXT),  # a line per source
             certain=True,
         )
 
@@ -319,7 +319,7 @@ class _SharedKey(Secret):
         try:
             self._key = base64.b64decode(given.key, validate=True)
         except ValueError:
-            raise_alone(  # without the cause's text, which might quote the key
+            raise_without_context(  # without the cause's text, which might quote the key
                 CredentialsError(
                     "the key of the storage account is not valid base64; copy it again from "
                     "'Access keys' of the account",
@@ -395,7 +395,7 @@ def _from_environment(container: str, uri: str) -> _Given:
             "of the storage account",
             uri=uri,
         )
-        raise_alone(problem)
+        raise_without_context(problem)
     endpoint = url.rpartition("/")[0]
     check_endpoint(endpoint, f"BlobEndpoint in {_CONNECTION}")
     return _Given(endpoint=endpoint, account=account, key=key, sas=sas)
@@ -464,6 +464,6 @@ def _are_together(given: _Given, place: _Place) -> bool:
     return not (there and here) or there.group("zone", "suffix") == here.group("zone", "suffix")
 
 
-def _is_passing(exc: Exception) -> bool:
+def _is_transient(exc: Exception) -> bool:
     # its subclass ClientAuthenticationError, a refusal, was caught before
     return isinstance(exc, AzureError)

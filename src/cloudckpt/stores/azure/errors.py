@@ -74,5 +74,5 @@ def from_answer(
     named = fields.get("HeaderName") or fields.get("QueryParameterName") or ""
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), named, detail)]
     # foreign: Azure and Azurite name a code in a header, also in responses to HEAD
-    said = Refusal(code, words, means, is_foreign=True)
-    return refusal(_MEANINGS, said, status, headers, action, uri)
+    response = Refusal(code, words, means, is_foreign=True)
+    return refusal(_MEANINGS, response, status, headers, action, uri)

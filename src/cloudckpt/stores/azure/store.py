@@ -42,7 +42,7 @@ from cloudckpt.stores.base import (
 )
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.client import Reply, whole_number
-from cloudckpt.stores.redaction import told
+from cloudckpt.stores.redaction import excerpt
 from cloudckpt.stores.rest import UNRESERVED, Marks, Page, RestStore, encode_query, http_date
 from cloudckpt.stores.xml_api import text, unqualified
 
@@ -136,7 +136,7 @@ class AzureStore(RestStore):
         body = [memoryview(ElementTree.tostring(root, "utf-8", xml_declaration=True))]
         checksum = self._checksum(CRC64NVME.of(body[0]))
         headers = {"Content-Type": "application/xml", **self._blob_headers, **checksum}
-        headers |= self.naming(upload.attempt)
+        headers |= self.attempt_header(upload.attempt)
         if if_absent:
             headers["If-None-Match"] = "*"
         url = self.object_url(upload.key, {"comp": "blocklist"})
@@ -162,17 +162,17 @@ class AzureStore(RestStore):
         check_blob(self.root, key)
         headers = {
             **self._blob_headers,
-            **self.naming(attempt),  # otherwise the source's metadata is copied
+            **self.attempt_header(attempt),  # otherwise the source's metadata is copied
             "x-ms-requires-sync": "True",
             **({"If-None-Match": "*"} if if_absent else {}),
         }
-        with self._copying(source, found):
+        with self._naming_source(source, found):
             answer, crc = self._copied(source, found, key, self.object_url(key), headers)
             if (status := answer.get("x-ms-copy-status")) != "success":
                 raise ServerError(
-                    "the store copied the blob only in the background (status "
-                    f"{told(str(status))}), so whether the copy is complete is unknown; it is "
-                    "tried again",
+                    "the store copies the blob in the background (status "
+                    f"{excerpt(str(status))}), so whether the copy will be complete is unknown; it "
+                    "is copied again",
                     uri=self.uri(key),
                 )
         return ObjectInfo(key, found.size, self.tag_of(answer.get("ETag"), key), crc)
@@ -191,7 +191,7 @@ class AzureStore(RestStore):
         tag = block_id(upload, number)
         url = self.object_url(upload.key, {"comp": "block", "blockid": tag})
         headers = {**self._scope, "x-ms-source-range": f"bytes={start}-{stop - 1}"}
-        with self._copying(source, found):
+        with self._naming_source(source, found):
             _, crc = self._copied(source, found, upload.key, url, headers)
         return Part(number, stop - start, tag, crc)
 

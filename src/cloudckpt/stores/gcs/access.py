@@ -35,7 +35,7 @@ from cloudckpt.stores.credentials import (
 )
 from cloudckpt.stores.http.failures import causes
 from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
-from cloudckpt.stores.redaction import raise_alone, told
+from cloudckpt.stores.redaction import excerpt, raise_without_context
 from cloudckpt.stores.refusals import kind_of
 
 try:
@@ -214,7 +214,7 @@ class _Token:
 
 def _error(exc: Exception, uri: str) -> CloudCheckpointError:
     """Converts google-auth's exceptions, see :func:`fetch_error`."""
-    error = fetch_error(exc, "Google", uri, is_passing=_is_passing, said=_said)
+    error = fetch_error(exc, "Google", uri, is_transient=_is_transient, text_of=_text_of)
     # refused for the time in a service account's signature
     if isinstance(error, CredentialsError) and "reasonable timeframe" in (error.cause or ""):
         text = (
@@ -231,7 +231,7 @@ def _find(uri: str) -> google.auth.credentials.Credentials:
     try:
         found, _ = google.auth.default()
     except google.auth.exceptions.DefaultCredentialsError as exc:
-        raise_alone(_none(exc, uri))
+        raise_without_context(_none(exc, uri))
     # not earlier: google-auth looks up the project of external accounts that have a scope
     found = google.auth.credentials.with_scopes_if_required(found, [_SCOPE])
     return found
@@ -244,12 +244,12 @@ def _none(exc: Exception, uri: str) -> CredentialsError:
         "application_default_credentials.json, or at the metadata server of a Google machine; "
         "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
         uri=uri,
-        cause=_said(exc),
+        cause=_text_of(exc),
         certain=True,
     )
 
 
-def _is_passing(exc: Exception) -> bool:
+def _is_transient(exc: Exception) -> bool:
     """Returns whether a failed lookup of credentials may succeed later, as it was transient."""
     chain = list(causes(exc))
     # an invalid request, which was never sent
@@ -262,8 +262,8 @@ def _is_passing(exc: Exception) -> bool:
     return bool(getattr(exc, "retryable", False))
 
 
-def _said(exc: Exception) -> str:
+def _text_of(exc: Exception) -> str:
     """Returns an exception's class and message; only the class if it may quote a private key."""
     if not isinstance(exc, (google.auth.exceptions.GoogleAuthError, OSError)):
         return type(exc).__name__
-    return f"{type(exc).__name__}: {' '.join(told(str(exc)).split())}"
+    return f"{type(exc).__name__}: {' '.join(excerpt(str(exc)).split())}"

@@ -75,8 +75,8 @@ def from_answer(
     if status == 503 and reason == "backendError":  # with 500 it is an internal error
         means = "serviceUnavailable"
     is_foreign = _is_foreign(body.strip(), message, is_google=is_google)
-    said = Refusal(reason, [message], means, is_foreign, lists="storage.objects.list")
-    return refusal(_MEANINGS, said, status, headers, action, uri)
+    response = Refusal(reason, [message], means, is_foreign, lists="storage.objects.list")
+    return refusal(_MEANINGS, response, status, headers, action, uri)
 
 
 def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:

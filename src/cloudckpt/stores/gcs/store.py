@@ -199,7 +199,7 @@ class GCSStore(XmlStore):
         path = f"{source._path}/{quote(found.key, safe='')}/rewriteTo{target}"
         copied = (path, found.version, attempt, if_absent)
         token, answer = self._tokens.pop(copied, ""), dict[str, Any]()
-        with self._copying(source, found):
+        with self._naming_source(source, found):
             while not answer.get("done"):
                 try:
                     with self.exchange(

@@ -45,7 +45,7 @@ from cloudckpt.stores.http.connections import (
 from cloudckpt.stores.http.expect import EXPECT
 from cloudckpt.stores.http.failures import failure
 from cloudckpt.stores.http.options import LONGER, Contexts, HttpOptions
-from cloudckpt.stores.redaction import masked, raise_alone, told
+from cloudckpt.stores.redaction import excerpt, masked, raise_without_context
 
 __all__ = ["HttpClient", "Reply", "StoppedError", "proxy_url", "whole_number"]
 
@@ -170,17 +170,19 @@ class Reply:
         unit, _, span = self.headers.get("Content-Range", "").partition(" ")
         extent, _, total = span.partition("/")
         if unit != "bytes":
-            raise ConnectionLostError("the response has no valid Content-Range", cause=told(span))
+            raise ConnectionLostError(
+                "the response has no valid Content-Range", cause=excerpt(span)
+            )
         whole = whole_number(total)
         if whole < start + size:
             raise RangeNotSatisfiableError(
                 f"the object ends before the requested range: the store offered bytes "
-                f"{told(extent)} of {whole} for {wanted}"
+                f"{excerpt(extent)} of {whole} for {wanted}"
             )
         if extent != wanted:
             raise ServerError(
-                f"the store offered bytes {told(extent)} of {whole} for the range {wanted}; check "
-                "the endpoint and the proxy"
+                f"the store offered bytes {excerpt(extent)} of {whole} for the range {wanted}; "
+                "check the endpoint and the proxy"
             )
         return whole
 
@@ -303,7 +305,7 @@ class HttpClient:
     def _new_manager(self, options: HttpOptions) -> urllib3.PoolManager:
         settings: dict[str, Any] = {"maxsize": options.connections, "num_pools": 8}
         settings["socket_options"] = _socket_options()
-        settings["cert_reqs"] = "CERT_REQUIRED" if options.verify_tls else "CERT_NONE"
+        settings["cert_reqs"] = "CERT_REQUIRED"
         if options.proxy is None:
             manager = urllib3.PoolManager(**settings)
         else:
@@ -375,7 +377,7 @@ class HttpClient:
             except StoppedError as stopped:
                 raise stopped.error from None
             except (urllib3.exceptions.LocationValueError, http.client.InvalidURL, UnicodeError):
-                raise_alone(
+                raise_without_context(
                     InvalidRequestError(
                         f"the URL of the {method} request is not valid: check the endpoint",
                         certain=True,

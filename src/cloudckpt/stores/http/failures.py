@@ -12,7 +12,7 @@ import urllib3
 
 from cloudckpt.errors import ConnectionLostError, InvalidRequestError, StoreError, TLSError
 from cloudckpt.stores.http.connections import LateError
-from cloudckpt.stores.redaction import told
+from cloudckpt.stores.redaction import excerpt
 
 __all__ = ["causes", "failure", "lasting_tls_failure"]
 
@@ -52,8 +52,7 @@ def failure(exc: BaseException, method: str, url: str, bundle: str | None) -> St
     unsent = _never_connected(exc)
     why = f"no connection to {host}" if unsent else f"no answer from {host}"
     return ConnectionLostError(
-        f"{why} to a {method} request: check that the endpoint is right and answers "
-        "(cloudckpt doctor)",
+        f"{why} to a {method} request: check the endpoint and the network (cloudckpt doctor)",
         cause=_plain(exc),
         certain=unsent,
     )
@@ -115,7 +114,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _refused_by_proxy(exc: BaseException, host: str) -> StoreError | None:
     """Returns the error if a proxy refuses the host for good; None if it may accept later."""
-    said = _TUNNEL.search(told(str(exc)))
+    said = _TUNNEL.search(excerpt(str(exc)))
     if said is None or int(said[1]) in (408, 425, 429):
         return None
     advice = (
@@ -145,4 +144,4 @@ def _plain(exc: BaseException) -> str:
     reason = getattr(exc, "reason", None)
     inner = reason if isinstance(reason, BaseException) else exc
     text = re.sub(r"^\w+\(host=.*?\): ", "", str(inner).rpartition(">: ")[2] or str(inner))
-    return f"{type(inner).__name__}: {told(text)}"
+    return f"{type(inner).__name__}: {excerpt(text)}"

@@ -39,7 +39,6 @@ class HttpOptions:
     proxy: str | None = field(default=None, repr=False)  # its URL may have a password
     ca_bundle: str | None = None
     client_cert: str | None = None
-    verify_tls: bool = True
 
     @classmethod
     def of(cls, config: Config, **others: Any) -> HttpOptions:
@@ -125,9 +124,7 @@ class Contexts:
 
     def _read(self) -> ssl.SSLContext:
         options = self._options
-        context = urllib3.util.ssl_.create_urllib3_context(
-            cert_reqs=ssl.CERT_REQUIRED if options.verify_tls else ssl.CERT_NONE
-        )
+        context = urllib3.util.ssl_.create_urllib3_context(cert_reqs=ssl.CERT_REQUIRED)
         context.sslsocket_class = LongReadTLSSocket
         if options.ca_bundle is None:
             context.load_default_certs()

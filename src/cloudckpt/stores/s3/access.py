@@ -41,7 +41,7 @@ from cloudckpt.stores.credentials import (
 )
 from cloudckpt.stores.http.failures import causes
 from cloudckpt.stores.http.options import Route, first_set, named_by
-from cloudckpt.stores.redaction import raise_alone
+from cloudckpt.stores.redaction import raise_without_context
 from cloudckpt.stores.refusals import Refusal
 from cloudckpt.stores.s3.dialects import DIALECTS, S3Dialect, dialect_of
 from cloudckpt.stores.s3.endpoint import (
@@ -69,7 +69,7 @@ _SMALL = 1024 * 1024  # bytes, for which SHA-256 takes one to three milliseconds
 logger = logging.getLogger("cloudckpt")
 
 
-class _Place(NamedTuple):
+class _Endpoint(NamedTuple):
     """The URL of the bucket, and the region that requests are signed for."""
 
     bucket_url: str
@@ -99,7 +99,7 @@ class BucketAccess(Access):
         try:
             session = new_session(options)
         except Exception as exc:  # noqa: BLE001 - botocore raises whatever its sources do
-            raise_alone(keys_error(exc, uri=uri))
+            raise_without_context(keys_error(exc, uri=uri))
         unused = [] if options.anonymous else [session]  # creating one takes as long as a client
         with translated(uri):
             core = session._session
@@ -121,7 +121,7 @@ class BucketAccess(Access):
         # path style: http://host/bucket; virtual style: https://bucket.host/
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
-        self._place = _Place(self.bucket_url, region)
+        self._endpoint = _Endpoint(self.bucket_url, region)
         self._errors = partial(keys_error, uri=uri)
         self.credentials = Credentials(lambda: self._look(config, unused), self._errors)
         self._has_moved = False
@@ -138,8 +138,8 @@ class BucketAccess(Access):
 
     def _addressing_style(self, options: S3Options) -> Literal["path", "virtual"] | None:
         """Returns the vendor's addressing style, unless the options or the profile set one."""
-        said = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
-        return None if said else self.dialect.addressing_style
+        style = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
+        return None if style else self.dialect.addressing_style
 
     def _look(self, config: Config, unused: list[Any]) -> Keys | Sessions | NoCredentials:
         """Looks credentials up; `unused` holds a boto3 session to use first, if any is left."""
@@ -159,7 +159,7 @@ class BucketAccess(Access):
     @property
     def region(self) -> str:
         """The region that requests are signed for at the moment."""
-        return self._place.region
+        return self._endpoint.region
 
     def route(self) -> Route:
         """Returns the bucket's URL and region, and the settings that they come from."""
@@ -172,7 +172,7 @@ class BucketAccess(Access):
         region = named_by(options, "region") or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
         profile = "the profile" if self._scoped.get("region") else "the default, that of boto3"
         return Route(
-            url=self._place.bucket_url,
+            url=self._endpoint.bucket_url,
             endpoint_from=endpoint
             or ("the default, that of boto3" if self.is_aws else "the profile"),
             region=self.region,
@@ -197,11 +197,11 @@ class BucketAccess(Access):
         """
         used = signed_for(headers.get("Authorization", ""))
         with self._moving:
-            if not used and url.startswith(self._place.bucket_url):
-                used = self._place.region
+            if not used and url.startswith(self._endpoint.bucket_url):
+                used = self._endpoint.region
             if region == used or not REGION.fullmatch(region):
                 return False
-            if self._place.region == region:
+            if self._endpoint.region == region:
                 return True  # another thread has switched already
             try:
                 with translated(self._uri):
@@ -211,14 +211,14 @@ class BucketAccess(Access):
             except CloudCheckpointError:  # boto3 does not know the region
                 return False
             is_path = self.bucket_url != self.base
-            place = _Place(base.removesuffix("/") if is_path else base, signs_for)
-            if place == self._place:
+            endpoint = _Endpoint(base.removesuffix("/") if is_path else base, signs_for)
+            if endpoint == self._endpoint:
                 return False
             logger.warning(
                 "%s is in %s, not %s: set AWS_REGION=%s to save redirected requests",
                 self._uri, region, used or "the default region", region,
             )  # fmt: skip
-            self._place = place
+            self._endpoint = endpoint
             self._has_moved = True
             return True
 
@@ -232,9 +232,9 @@ class BucketAccess(Access):
         unsigned requests. Content-Length is not signed: gateways drop it if it is zero, and HTTP/2
         does not need it.
         """
-        place, (source, secrets) = self._place, issued
+        endpoint, (source, secrets) = self._endpoint, issued
         if self._has_moved:
-            url = place.bucket_url + url.removeprefix(self.bucket_url)
+            url = endpoint.bucket_url + url.removeprefix(self.bucket_url)
         if self._options.requester_pays:
             headers["x-amz-request-payer"] = "requester"
         if not secrets:
@@ -254,17 +254,17 @@ class BucketAccess(Access):
         access_key, secret_key, token = secrets
         keys = ReadOnlyCredentials(access_key, secret_key, token or None)
         if not isinstance(source, Sessions):
-            signer: S3SigV4Auth = _Signer(keys, "s3", place.region)
+            signer: S3SigV4Auth = _Signer(keys, "s3", endpoint.region)
         elif copies:  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
-            signer = _Signer(keys, "s3express", place.region)
+            signer = _Signer(keys, "s3express", endpoint.region)
         else:
-            signer = _SessionSigner(keys, "s3express", place.region, identity_cache=None)
+            signer = _SessionSigner(keys, "s3express", endpoint.region, identity_cache=None)
         signer.add_auth(signed)
         return url, length | dict(signed.headers.items())
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]
-    """Signs a digest in place of the body, as botocore does not accept a list of buffers."""
+    """Signs a digest in endpoint of the body, as botocore does not accept a list of buffers."""
 
     def payload(self, request: AWSRequest) -> str:
         digest: str = request.context[PAYLOAD_DIGEST]
@@ -357,7 +357,7 @@ _SILENT = (
 )
 
 
-def _is_passing(exc: Exception) -> bool:
+def _is_transient(exc: Exception) -> bool:
     """Returns whether a credentials service did not respond, or asked to retry later."""
     for inner in causes(exc):
         if isinstance(inner, botocore.exceptions.ClientError):  # of STS, Identity Center or sign-in
@@ -370,7 +370,7 @@ def _is_passing(exc: Exception) -> bool:
     return False
 
 
-keys_error = partial(fetch_error, whose="AWS", is_passing=_is_passing)
+keys_error = partial(fetch_error, whose="AWS", is_transient=_is_transient)
 """Converts boto3's errors while it finds or refreshes credentials, see :func:`fetch_error`."""
 
 
@@ -431,16 +431,16 @@ class Sessions:
         try:
             keys = self._client.create_session(Bucket=self._bucket)["Credentials"]
         except botocore.exceptions.ClientError as exc:
-            if _is_passing(exc):
+            if _is_transient(exc):
                 raise
-            told, meta = exc.response["Error"], exc.response["ResponseMetadata"]
-            code, words = str(told.get("Code", "")), [str(told.get("Message", ""))]
-            said = Refusal(code, words, is_foreign=True)  # no object was requested
+            details, meta = exc.response["Error"], exc.response["ResponseMetadata"]
+            code, words = str(details.get("Code", "")), [str(details.get("Message", ""))]
+            response = Refusal(code, words, is_foreign=True)  # no object was requested
             status, headers = int(meta.get("HTTPStatusCode", 0)), meta.get("HTTPHeaders") or {}
-            error = from_code(said, status, headers, "CreateSession", self._uri)
+            error = from_code(response, status, headers, "CreateSession", self._uri)
             if isinstance(error, AccessDeniedError):
                 error.message += "; a directory bucket needs s3express:CreateSession"
-            raise_alone(error)
+            raise_without_context(error)
         return {
             "access_key": keys["AccessKeyId"],
             "secret_key": keys["SecretAccessKey"],

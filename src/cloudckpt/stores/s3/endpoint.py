@@ -16,7 +16,7 @@ from cloudckpt._version import __version__
 from cloudckpt.config import Config, S3Options
 from cloudckpt.errors import ConfigError, MissingDependencyError
 from cloudckpt.stores.http.options import HttpOptions
-from cloudckpt.stores.redaction import raise_alone, reason
+from cloudckpt.stores.redaction import raise_without_context, reason
 
 try:
     import boto3
@@ -188,4 +188,4 @@ def translated(uri: str) -> Iterator[None]:
             "boto3 rejects the name of the bucket or its settings; see the cause, and correct the "
             "URI, ~/.aws/config or the AWS_* variables"
         )
-        raise_alone(ConfigError(text, uri=uri, cause=reason(exc)))
+        raise_without_context(ConfigError(text, uri=uri, cause=reason(exc)))

@@ -72,7 +72,7 @@ _MEANINGS = (
 
 
 def from_code(
-    said: Refusal,
+    response: Refusal,
     status: int,
     headers: Mapping[str, str],
     action: str = "",
@@ -85,9 +85,9 @@ def from_code(
     """
     region = headers.get("x-amz-bucket-region") or region
     region = region if REGION.fullmatch(region) else ""
-    if status == 400 and not said.code and region:  # a HEAD response has no body with the code
-        said = said._replace(means="AuthorizationHeaderMalformed")
-    error = refusal(_MEANINGS, said, status, headers, action, uri)
+    if status == 400 and not response.code and region:  # a HEAD response has no body with the code
+        response = response._replace(means="AuthorizationHeaderMalformed")
+    error = refusal(_MEANINGS, response, status, headers, action, uri)
     if isinstance(error, errors.WrongRegionError) and region:
         error.message += f"; set AWS_REGION={region}"
         error.region = region
@@ -99,10 +99,10 @@ def from_answer(
 ) -> StoreError:
     """Returns the exception for an error response of S3; `headers` are asked in lower case."""
     fields = error_fields(body)
-    said = Refusal(
+    response = Refusal(
         fields.get("Code", ""),
         [fields.get("Message", "")],
         is_foreign=bool(body.strip()),  # responses to HEAD, and of some stores, have no body
         lists="s3:ListBucket",
     )
-    return from_code(said, status, headers, action, uri, fields.get("Region", ""))
+    return from_code(response, status, headers, action, uri, fields.get("Region", ""))

@@ -22,7 +22,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.http.client import HttpClient, Reply
-from cloudckpt.stores.redaction import conceal, told
+from cloudckpt.stores.redaction import conceal, excerpt
 from cloudckpt.stores.refusals import Meaning, Refusal, refusal
 from cloudckpt.stores.rest import SUCCESS, RestStore
 
@@ -89,7 +89,7 @@ def redirected_read(
             span = {name: value for name, value in headers.items() if name == "Range"}
             with http.send("GET", target, span) as answer:
                 if answer.status not in (200, 206):
-                    host = told(urlsplit(target).hostname or "")
+                    host = excerpt(urlsplit(target).hostname or "")
                     action = f"GET from {host}, to which the store redirected"
                     raise refusal(
                         _NOT_THERE, Refusal(""), answer.status, answer.headers, action, uri

@@ -168,10 +168,10 @@ class S3Store(XmlStore):
             **_source(source, found),
             **({"x-amz-checksum-algorithm": "CRC32C"} if self._checksums else {}),
             **self._object_headers,
-            **self.naming(attempt),
+            **self.attempt_header(attempt),
             **({"If-None-Match": "*"} if if_absent else {}),
         }
-        with self._copying(source, found):
+        with self._naming_source(source, found):
             made, crc = self._copied(key, self.object_url(key), headers)
         info = ObjectInfo(key, found.size, self.tag_of(text(made, "ETag"), key))
         is_of_whole = text(made, "ChecksumType") in ("", "FULL_OBJECT")
@@ -190,7 +190,7 @@ class S3Store(XmlStore):
         if (start, stop) != (0, found.size):  # of a source up to 5 MB, S3 copies only the whole
             headers["x-amz-copy-source-range"] = f"bytes={start}-{stop - 1}"
         url = self.object_url(upload.key, {"uploadId": upload.id, "partNumber": str(number)})
-        with self._copying(source, found):
+        with self._naming_source(source, found):
             made, crc = self._copied(upload.key, url, headers)
             tag = self.tag_of(text(made, "ETag"), upload.key)
         return Part(number, stop - start, tag, crc)
@@ -300,5 +300,5 @@ def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
 
 def _crc32c(made: Element) -> int | None:
     """Returns a result's CRC32C; None if it is missing, or composite (of those of parts)."""
-    told = text(made, "ChecksumCRC32C")
-    return from_base64(told) if told and "-" not in told else None
+    checksum = text(made, "ChecksumCRC32C")
+    return from_base64(checksum) if checksum and "-" not in checksum else None
