@@ -61,7 +61,7 @@ def test_content_is_read_where_no_redirect_leads_elsewhere(store, server, read):
 
 def test_a_page_in_the_place_of_both_is_told_as_such(store, server):
     server.respond(lambda request: server.Answer(404, body=PAGE))
-    with pytest.raises(ServerError, match="answered in its place"):
+    with pytest.raises(ServerError, match="answered in place of the store"):
         get(store)
 
 

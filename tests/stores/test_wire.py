@@ -248,7 +248,7 @@ def test_the_page_of_a_gateway_does_not_say_that_there_is_no_object(dialect, sto
     server.respond(lambda request: server.Answer(404, body=body))
     for verb in ("get", "get_range", "head", "delete", "abort_upload"):
         if verb in dialect.answers:
-            with pytest.raises(ServerError, match="answered in its place"):
+            with pytest.raises(ServerError, match="answered in place of the store"):
                 dialect.verbs[verb](store)
 
 

@@ -106,30 +106,30 @@ class ContainerAccess(Access):
     """
 
     def __init__(self, container: str, host: str, config: Config, uri: str) -> None:
-        self._place = place = _locate(host, config, _from_environment(container, uri), uri)
-        self.container = container
-        self.url = f"{place.endpoint}/{quote(container)}"
+        endpoint, account = _locate(host, config, _from_environment(container, uri), uri)
+        self.container, self._endpoint = container, endpoint
+        self.url = f"{endpoint}/{quote(container)}"
         self.endpoint_from = (
             ("the URI" if host else "")
             or named_by(config.azure, "endpoint_url")
             or first_set(_CONNECTION, *_ACCOUNT)
         )
-        parts = urlsplit(place.endpoint)
+        parts = urlsplit(endpoint)
         self.is_azure = _is_azure(parts.hostname)
-        self.http_options = HttpOptions.of_environment(config, place.endpoint)
+        self.http_options = HttpOptions.of_environment(config, endpoint)
 
         def look() -> NoCredentials | Secret | _Tokens:
             if config.azure.anonymous:
                 return NoCredentials()
             given = _from_environment(container, uri)
-            fits = given.account in ("", place.account) and _are_together(given, place)
+            fits = given.account in ("", account) and _are_together(given.endpoint, endpoint)
             if given.sas and not given.key and not given.account and host:
                 # a signature is sent, unlike a key: not to an account that only the URI names
                 fits = False
             if fits and given.key:
-                return _SharedKey(place.account, given, uri)
+                return _SharedKey(account, given, uri)
             if fits and given.sas:
-                return _Signature(place.account, given)
+                return _Signature(account, given)
             if parts.scheme != "https":
                 raise CredentialsError(
                     "no account key and no shared access signature was found for this http "
@@ -145,7 +145,7 @@ class ContainerAccess(Access):
             elif not fits:
                 note = (
                     " (AZURE_STORAGE_SAS_TOKEN is not sent to an account that only the URI "
-                    f"names: set AZURE_STORAGE_ACCOUNT={place.account} if it belongs to that "
+                    f"names: set AZURE_STORAGE_ACCOUNT={account} if it belongs to that "
                     "account)"
                 )
             return _Tokens(config, uri, note, errors)
@@ -170,7 +170,7 @@ class ContainerAccess(Access):
         if self.is_azure and other.is_azure:
             zones = (_CLOUD.search(urlsplit(access.url).netloc) for access in (self, other))
             return len({zone and zone["suffix"] for zone in zones}) == 1
-        return self._place.endpoint == other._place.endpoint
+        return self._endpoint == other._endpoint
 
     def as_source(self, key: str) -> tuple[str, str | None]:
         """Returns a URL from which the store can read a blob, and an Authorization header or None.
@@ -370,14 +370,6 @@ class _Given:
         return first_set(_CONNECTION, *(_KEY if self.key else _SAS))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The blob endpoint of an account, without a trailing slash."""
-
-    endpoint: str
-    account: str
-
-
 def _from_environment(container: str, uri: str) -> _Given:
     text = os.environ.get(_CONNECTION, "")
     if not text.strip():
@@ -387,8 +379,8 @@ def _from_environment(container: str, uri: str) -> _Given:
         with ContainerClient.from_connection_string(text, container) as client:
             url, _, sas = client.url.partition("?")
             key = getattr(client.credential, "account_key", None) or ""
-            named = client.account_name or _first_of(url.rpartition("/")[0])
-            account = _VARIANT.sub("", named)
+            endpoint = url.rpartition("/")[0]
+            account = _VARIANT.sub("", client.account_name or "") or _account_of(endpoint)
     except ValueError:
         problem = ConfigError(  # without the cause's text, which might quote a key
             "AZURE_STORAGE_CONNECTION_STRING can't be parsed; copy it again from 'Access keys' "
@@ -396,7 +388,6 @@ def _from_environment(container: str, uri: str) -> _Given:
             uri=uri,
         )
         raise_without_context(problem)
-    endpoint = url.rpartition("/")[0]
     check_endpoint(endpoint, f"BlobEndpoint in {_CONNECTION}")
     return _Given(endpoint=endpoint, account=account, key=key, sas=sas)
 
@@ -410,21 +401,21 @@ def _end_of(sas: str) -> float | None:
 
 
 def _first(variables: tuple[str, ...]) -> str:
-    return next((text for name in variables if (text := os.environ.get(name, "").strip())), "")
+    return os.environ.get(first_set(*variables), "").strip()
 
 
-def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
-    """Determines the account: from the URI, else the options, else the environment."""
+def _locate(host: str, config: Config, given: _Given, uri: str) -> tuple[str, str]:
+    """Returns the endpoint and the account: by the URI, else the options, else the environment."""
     options = config.azure
     if host:
-        return _Place(f"https://{host}", _account_of(f"https://{host}"))
+        return f"https://{host}", _account_of(f"https://{host}")
     if options.endpoint_url is not None:
         endpoint = options.endpoint_url.rstrip("/")
         parts = urlsplit(endpoint)
         named = None if _is_azure(parts.hostname) else given.account
-        return _Place(endpoint, named or _account_of(endpoint))
+        return endpoint, named or _account_of(endpoint)
     if given.endpoint:
-        return _Place(given.endpoint, given.account)
+        return given.endpoint, given.account
     account = given.account
     if not account:
         raise ConfigError(
@@ -439,29 +430,23 @@ def _locate(host: str, config: Config, given: _Given, uri: str) -> _Place:
             "letters and digits",
             uri=uri,
         )
-    return _Place(f"https://{account}.blob.core.windows.net", account)
+    return f"https://{account}.blob.core.windows.net", account
 
 
 def _is_azure(host: str | None) -> bool:
     return _AZURE_HOST.search(host or "") is not None
 
 
-def _first_of(endpoint: str) -> str:
+def _account_of(endpoint: str) -> str:
     """Returns the account in an endpoint: the path for emulators, else the first host label."""
     parts = urlsplit(endpoint)
-    return parts.path.strip("/") or (parts.hostname or "").partition(".")[0]
+    return _VARIANT.sub("", parts.path.strip("/") or (parts.hostname or "").partition(".")[0])
 
 
-def _account_of(endpoint: str) -> str:
-    """Returns the account that an endpoint belongs to."""
-    return _VARIANT.sub("", _first_of(endpoint))
-
-
-def _are_together(given: _Given, place: _Place) -> bool:
-    """Returns whether credentials are for this cloud: another one may have the same account."""
-    hosts = (urlsplit(endpoint).hostname or "" for endpoint in (given.endpoint, place.endpoint))
-    there, here = map(_CLOUD.search, hosts)
-    return not (there and here) or there.group("zone", "suffix") == here.group("zone", "suffix")
+def _are_together(one: str, other: str) -> bool:
+    """Returns whether endpoints are of one cloud: another one may have an account of that name."""
+    clouds = [_CLOUD.search(urlsplit(endpoint).hostname or "") for endpoint in (one, other)]
+    return None in clouds or len({cloud and cloud.group("zone", "suffix") for cloud in clouds}) == 1
 
 
 def _is_transient(exc: Exception) -> bool:

@@ -26,7 +26,7 @@ import urllib3
 import urllib3.connection
 from urllib3.util.ssltransport import SSLTransport
 
-from cloudckpt.stores.http.expect import early_answer, resumed
+from cloudckpt.stores.http.expect import early_response
 from cloudckpt.waiting import Waiting, current
 
 if TYPE_CHECKING:
@@ -357,8 +357,8 @@ class WatchedConnection(http.client.HTTPConnection):
     watch: Watch
     connecting: bool = False
     is_spent: bool = False  # whether the server still waits for a body: no other request can follow
-    # the beginning of the response, read while the request waited for 100 Continue
-    begun: bytes = b""
+    # the response that has begun while the request waited for 100 Continue
+    early: http.client.HTTPResponse | None = None
     raw_response: http.client.HTTPResponse | None = None
     raw_sock: socket.socket | None = None
 
@@ -397,18 +397,16 @@ class _Sending(WatchedConnection):
             # A server may refuse a large body before it has received all of it. urllib3 then reads
             # the response if send() raised BrokenPipeError, as it does without TLS.
             raise BrokenPipeError(errno.EPIPE, str(exc)) from exc
-        if call.asks_first and isinstance(self.sock, socket.socket):  # this call sent the headers
+        if call.asks_first and isinstance(self.sock, WatchedSocket):  # this call sent the headers
             call.asks_first = False
-            self.is_spent, self.begun = early_answer(self.sock)
+            self.early, self.is_spent = early_response(self.sock)
             if self.is_spent:  # BrokenPipeError makes urllib3 read the response
                 raise BrokenPipeError(errno.EPIPE, "the server answered before the body was sent")
 
     def getresponse(self) -> http.client.HTTPResponse:
-        answer: Any = http.client.HTTPResponse
-        if self.begun:
-            answer = functools.partial(_ResumedResponse, begun=self.begun)
-            self.begun = b""
-        self.response_class = answer
+        early, self.early = self.early, None
+        new: Any = http.client.HTTPResponse if early is None else lambda *_, **__: early
+        self.response_class = new
         self.raw_sock = self.sock  # super() drops it if the server closes the connection
         if self.sock is not None:
             self.sock.settimeout(None)  # urllib3 has set a timeout
@@ -418,16 +416,6 @@ class _Sending(WatchedConnection):
         with self.watch.step(self.raw_sock, late, call.limit, Counter.ACKNOWLEDGED):
             self.raw_response = super().getresponse()
         return self.raw_response
-
-
-class _ResumedResponse(http.client.HTTPResponse):
-    """A response whose first bytes were read earlier, while the request waited for 100 Continue."""
-
-    fp: Any
-
-    def __init__(self, *args: Any, begun: bytes, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fp = resumed(self.fp, begun)
 
 
 class _Connecting(WatchedConnection):
@@ -451,7 +439,7 @@ class _Connecting(WatchedConnection):
             if self.proxy_config is not None:
                 self.proxy_config = self.proxy_config._replace(ssl_context=self.ssl_context)
         self.calls[threading.get_ident()].connection = self
-        self.connecting, self.is_spent, self.begun = True, False, b""
+        self.connecting, self.is_spent, self.early = True, False, None
         try:
             with self.watch.step(self, late, self.connect_limit):
                 super().connect()
