@@ -87,10 +87,8 @@ class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
 def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
     """Returns whether a location has a DCP checkpoint or a ``torch.save`` file.
 
-    This is judged by the objects there, not by its name.
-
-    Any file that is not a checkpoint counts as a ``torch.save`` file; reading it shows whether it
-    is.
+    The objects at the location decide, not its name. Any file that is not a checkpoint counts as a
+    ``torch.save`` file: only reading it shows whether it is one.
 
     Raises:
         CheckpointNotFoundError: If there is neither a committed checkpoint nor a file.

@@ -170,7 +170,7 @@ def test_shards_of_rows_are_sent_by_their_ranks() -> None:
     limits = MemoryStore("limits").capabilities
     _, work = plan_work(files, 4, Config(), limits, by_position=False)
     own = [
-        sum(one.nbytes for run in mine.runs for one in run.content if isinstance(one, TensorPlan))
+        sum(t.nbytes for one in mine.extents for t in one.content if isinstance(t, TensorPlan))
         for mine in work
     ]
     assert own == [tensor.nbytes // 4] * 4
@@ -183,7 +183,7 @@ def test_tensors_of_uneven_columns_are_sent_by_all_ranks() -> None:
     tensors = [TensorPlan(f"{n}", torch.uint8, (1000, 2000), chunks) for n in range(6)]
     limits = MemoryStore("limits").capabilities
     _, work = plan_work(plan_files(tensors, 10**9, None), 3, Config(), limits, by_position=False)
-    assert [sum(one.run is not None for one in mine.rounds) for mine in work] == [2, 2, 2]
+    assert [sum(one.extent is not None for one in mine.rounds) for mine in work] == [2, 2, 2]
 
 
 def test_files_are_filled_up_to_their_size_and_named_as_transformers_does() -> None:

@@ -91,8 +91,8 @@ def _save(place, layout, who, phase) -> None:
                 case "no memory":
                     state["wide"].to_local().untyped_storage().resize_(0)
                 case "interrupt":
-                    stack.callback(setattr, sending, "_rooms", sending._rooms)
-                    sending._rooms = _interrupt
+                    stack.callback(setattr, sending, "_split_sizes", sending._split_sizes)
+                    sending._split_sizes = _interrupt
                 case "out of memory":
                     stack.callback(setattr, sending, "torch", torch)
                     sending.torch = _OutOfMemory()

@@ -12,11 +12,11 @@ from cloudckpt.errors import AccessDeniedError
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
     Parts,
-    files_of_first,
-    packed,
-    put_random,
+    map_files_of_ranks,
+    pickle_values,
     random_state,
-    unpacked,
+    set_random_state,
+    unpickle_values,
 )
 from cloudckpt.runs.catalog import Run
 
@@ -49,7 +49,7 @@ def test_an_optimizer_has_the_states_that_were_saved_and_no_others(
 
     other, resumed = _made(momentum=0.9)
     _train(other, resumed, *loading)
-    _parts(other, resumed).load(uri, Config(), beside={})
+    _parts(other, resumed).load(uri, Config(), others={})
 
     found, expected = resumed.state_dict()["state"], optimizer.state_dict()["state"]
     assert found.keys() == expected.keys()
@@ -64,7 +64,7 @@ def test_a_saved_state_that_has_no_place_is_told(
     model, optimizer = _made(momentum=0.9)
     _train(model, optimizer, "a")
     api.save(_parts(model, optimizer).state_dicts(), checkpoint_id=uri)
-    _parts(*_made()).load(uri, Config(), beside={})
+    _parts(*_made()).load(uri, Config(), others={})
     assert "optimizer.state" in caplog.text
 
 
@@ -73,7 +73,7 @@ def test_an_optimizer_that_was_not_saved_stays_unless_loading_is_strict(tmp_path
     model, optimizer = _made(momentum=0.9)
     api.save({"model": model.state_dict()}, checkpoint_id=uri)
     _train(model, optimizer, "a")
-    _parts(model, optimizer).load(uri, Config(), beside={}, strict=False)
+    _parts(model, optimizer).load(uri, Config(), others={}, strict=False)
     assert len(optimizer.state) == 2
 
 
@@ -93,10 +93,10 @@ def test_random_generators_go_on_as_they_were() -> None:
     def drawn() -> list[float]:
         return [random.random(), torch.rand(1).item(), numpy.random.rand()]
 
-    state = unpacked(packed(random_state()))
+    state = unpickle_values(pickle_values(random_state()))
     expected = drawn()
     assert drawn() != expected
-    put_random(state)
+    set_random_state(state)
     assert drawn() == expected
 
 
@@ -107,7 +107,7 @@ def _write_files(folder: Path) -> None:
     (own / "same").write_text("of all")
     (own / "position").write_text(f"of rank {rank}")
     (own / f"only of {rank}").write_text("")
-    of_first, of_rank = files_of_first(str(own), Meeting.of(None, False))
+    of_first, of_rank = map_files_of_ranks(str(own), Meeting.of(None, False))
     assert {*of_first} == ({"same", "position", "only of 0"} if rank == 0 else set())
     assert {*of_rank} == (set() if rank == 0 else {"position", "only of 1"})
     if rank == 1:

@@ -58,7 +58,7 @@ def test_newer_steps_of_a_replaced_job_are_named_when_they_are_not_restored(run,
 
 def delete_all_but_one(run) -> None:
     """As the savers of frameworks do it."""
-    Saves(Config()).keep_newest(Run(run), Retention(max_to_keep=1))
+    Saves(Config()).prune_run(Run(run), Retention(max_to_keep=1))
 
 
 def prune_all_but_one(run) -> None:

@@ -225,7 +225,7 @@ def test_a_step_that_can_not_be_deleted_fails_no_training_and_keeps_no_other(
         manager.restore(state())
         save(manager, 3)
         if not is_manager:
-            Saves(Config()).keep_newest(Run(folder), Retention(max_to_keep=1))
+            Saves(Config()).prune_run(Run(folder), Retention(max_to_keep=1))
         assert manager.all_steps() == left
         told = "1, 2; not deleted: none" if left == [3] else "2; not deleted: 1"
         assert f"steps that were deleted: {told}" in caplog.text

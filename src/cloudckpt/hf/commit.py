@@ -83,7 +83,7 @@ from cloudckpt.transfer.upload import put_whole
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["ModelCommit", "look_for_older", "model_location"]
+__all__ = ["ModelCommit", "find_older_model", "model_location"]
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -107,7 +107,7 @@ class ModelCommit:
             uri: The folder of the model.
             config: Options.
             files: The files of the new model.
-            there: The result of :func:`look_for_older` when the save began.
+            there: The result of :func:`find_older_model` when the save began.
         """
         self._uri = uri
         self._config = config
@@ -123,6 +123,8 @@ class ModelCommit:
 
     def begin(self, part_sizes: Sequence[int]) -> list[Upload]:
         """Checks that an existing model may be replaced, and begins the files' uploads.
+
+        If this raises, call :meth:`abandon`.
 
         Args:
             part_sizes: The part size of each file, in bytes.
@@ -153,11 +155,7 @@ class ModelCommit:
             )
             for file, size in zip(self._files, part_sizes, strict=True)
         ]
-        try:
-            return self._each(self._begun, FileUpload.begin)
-        except BaseException:
-            self.abandon()
-            raise
+        return self._each(self._begun, FileUpload.begin)
 
     def complete(self, parts: Sequence[Sequence[Part]]) -> None:
         """Completes the files, each from its parts, and then writes the index.
@@ -193,7 +191,7 @@ class ModelCommit:
             self._begun, self._claim = [], None
             forget_listings()
 
-    def _hide_old(self) -> None:
+    def _retire_old_model(self) -> None:
         """Claims the index, and deletes the files of the old model."""
         before = self._there.pop(INDEX, None)
         self._claim = put_whole(
@@ -209,7 +207,7 @@ class ModelCommit:
     def _commit_with_index(self, parts: Sequence[Sequence[Part]]) -> None:
         """Commits a model that needs an index."""
         is_new = not self._there
-        self._hide_old()
+        self._retire_old_model()
         assert self._claim is not None
         self._each([*zip(self._begun, parts, strict=True)], lambda one: one[0].appear(one[1]))
         if not is_new:
@@ -230,7 +228,7 @@ class ModelCommit:
         """Commits a model of one file without index."""
         old = self._there.pop(SINGLE_FILE, None)
         if self._there:
-            self._hide_old()
+            self._retire_old_model()
             assert self._claim is not None
             self._delete([self._claim])
         (only,) = self._begun
@@ -315,7 +313,7 @@ def model_location(uri: URILike) -> CheckpointURI:
     return found
 
 
-def look_for_older(view: View) -> dict[str, ObjectInfo]:
+def find_older_model(view: View) -> dict[str, ObjectInfo]:
     """Lists the index and files of an existing model, or of an interrupted save, by name.
 
     Other files, such as adapters, are not listed.

@@ -29,7 +29,7 @@ from cloudckpt.errors import (
     InvalidRequestError,
     InvalidURIError,
 )
-from cloudckpt.hf.commit import ModelCommit, look_for_older, model_location
+from cloudckpt.hf.commit import ModelCommit, find_older_model, model_location
 from cloudckpt.hf.loading import renamed
 from cloudckpt.hf.safetensors import (
     Chunk,
@@ -120,7 +120,7 @@ def export_checkpoint(
     checkpoint, uri = CheckpointURI.parse(source), model_location(target)
     if checkpoint == uri:
         raise InvalidURIError(f"{uri} is both the source and the target: choose another target")
-    there = look_for_older(View(uri, config))
+    there = find_older_model(View(uri, config))
     found = _Source(checkpoint, config, key_mapping, dtype)
     files = plan_files(found.tensors, bytes_of_size(max_shard_size), fqn_to_file)
     size = sum(file.size for file in files)
@@ -130,9 +130,8 @@ def export_checkpoint(
 
     def build(sizes: Sequence[int], fill: Callable[[Sequence[Upload]], list[list[Part]]]) -> None:
         commit = ModelCommit(uri, config, files, there)
-        uploads = commit.begin(sizes)
         try:
-            parts = fill(uploads)
+            parts = fill(commit.begin(sizes))
         except BaseException:
             commit.abandon()
             raise
@@ -140,7 +139,7 @@ def export_checkpoint(
 
     def send() -> None:
         sizes, (work,) = plan_work(files, 1, config, limits, by_position=not uri.is_cloud)
-        load = _in_turn(files, found)
+        load = _load_by_file(files, found)
         build(sizes, lambda uploads: send_work(work, uploads, load, store, config, stats, None))
 
     can_copy = uri.is_cloud and limits.copies_parts and not limits.equal_parts
@@ -233,7 +232,7 @@ def _in_order(
     return found if rows == (tensor.shape[0] if tensor.shape else 1) else None
 
 
-def _in_turn(files: Sequence[FilePlan], source: _Source) -> Callable[[int], torch.Tensor]:
+def _load_by_file(files: Sequence[FilePlan], source: _Source) -> Callable[[int], torch.Tensor]:
     """Returns a function that loads a tensor of the checkpoint, verified and converted.
 
     It loads all tensors of a file of the model together, in place of those of the last file.

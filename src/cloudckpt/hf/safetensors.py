@@ -84,7 +84,14 @@ _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor that a rank has, its item's number in the rank's plan, its type there."""
+    """A part of a tensor, which a rank has.
+
+    Attributes:
+        rank: The rank.
+        item: The number of its item in the rank's plan.
+        box: The position of the part in the tensor.
+        dtype: The element type in the file.
+    """
 
     rank: int
     item: int

@@ -27,7 +27,7 @@ from cloudckpt.dcp.save_plan import CloudSavePlanner
 from cloudckpt.dcp.writer import OurWriter
 from cloudckpt.errors import IncompleteSaveError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.events import Span, Transferred
-from cloudckpt.hf.commit import ModelCommit, look_for_older, model_location
+from cloudckpt.hf.commit import ModelCommit, find_older_model, model_location
 from cloudckpt.hf.safetensors import (
     Chunk,
     TensorPlan,
@@ -205,7 +205,7 @@ class SafetensorsWriter(OurWriter):
             view = View(self.uri, self.config)
 
             def ask() -> dict[str, ObjectInfo]:
-                if not (found := look_for_older(view)):
+                if not (found := find_older_model(view)):
                     refuse_run(view)
                 return found
 
@@ -228,7 +228,7 @@ class SafetensorsWriter(OurWriter):
                     uri=str(self.uri),
                     item=item.index.fqn,
                 )
-        return dataclasses.replace(plan, storage_data=_tied(plan, self._planner))
+        return dataclasses.replace(plan, storage_data=_ties(plan, self._planner))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Plans the files, and begins their uploads; called on the coordinator.
@@ -237,7 +237,7 @@ class SafetensorsWriter(OurWriter):
             CheckpointExistsError: If the folder has a model, and ``overwrite`` is off.
             IncompleteSaveError: If the ranks do not have all of a tensor.
         """
-        ties = _agreed([plan.storage_data for plan in plans])
+        ties = _ties_of_all_ranks([plan.storage_data for plan in plans])
         tensors = _tensors(plans, self.dtype, ties)
         files = plan_files(tensors, self.max_shard_size, self.fqn_to_file)
         assert self._there is not None
@@ -298,7 +298,7 @@ class SafetensorsWriter(OurWriter):
             commit.abandon()
 
 
-def _tied(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
+def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
     """Returns, for each name of which this rank has elements, the first name with that memory."""
     memory: dict[str, list[Any]] = {}
     for item in plan.items if planner is not None else ():
@@ -324,7 +324,7 @@ def _memory(tensor: torch.Tensor) -> Any:
     return of[0].data_ptr(), of[1:], tensor.dtype, tensor.shape, tensor.stride(), flags
 
 
-def _agreed(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _ties_of_all_ranks(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Returns tied names with the name whose memory they share, if all their ranks report it."""
     of: dict[str, set[str]] = {}
     for ties_of_rank in ties:
@@ -360,8 +360,9 @@ def _tensors(
         there = sum(chunk.nbytes for chunk in chunks[name]) // kind.itemsize
         if there != math.prod(shape) or not are_apart([chunk.box for chunk in chunks[name]]):
             raise IncompleteSaveError(
-                f"the ranks that save {name} have {there} of its {math.prod(shape)} elements, "
-                "but a file needs all of them: save on all ranks that have parts of it",
+                f"the shards of {name} do not make up the tensor: they have {there} elements, and "
+                f"it has {math.prod(shape)}. Save on all ranks that have parts of it, and each "
+                "part once",
                 item=name,
             )
     aliases: dict[str, list[str]] = {}

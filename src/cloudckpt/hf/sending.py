@@ -1,10 +1,10 @@
 """Divides the bytes of a model's files among the ranks, and sends them.
 
-A file is cut at the borders of shards into runs of at least the size of a part. A rank that has one
-of the largest shards of a run sends it, straight from the memory of its tensors. What other ranks
-have of the run they hand over before, in rounds of all ranks; a tensor whose shards are not ranges
-of the file, such as columns, is put together in memory. A store that needs parts of one size gets
-each file from one rank, to which the others hand all that they have.
+A file is cut at the borders of shards into extents of at least the size of a part. A rank that has
+one of the largest shards of an extent sends it, straight from the memory of its tensors. Before
+that, the other ranks hand over their shards of the extent, in rounds of all ranks; a tensor whose
+shards are not ranges of the file, such as columns, is put together in memory. A store that needs
+parts of one size gets each file from one rank, and the others hand their shards to it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _PARTS_IN_POOL = 6  # see transfer.parts.choose_part_size
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive bytes of a file, which one rank sends.
+class Extent:
+    """Consecutive bytes of a file that one rank sends.
 
     Attributes:
         file: The index of the file.
@@ -48,7 +48,7 @@ class Run:
         first: The number of the first part.
         part_size: Bytes of every part but the last.
         content: The header of the file, and tensors or rows of tensors.
-        ends: Whether its last part ends with it; else that part goes on with the next run.
+        ends: Whether its last part ends with it; otherwise the next extent continues that part.
     """
 
     file: int
@@ -59,16 +59,16 @@ class Run:
     ends: bool
 
     @property
-    def given(self) -> list[Chunk]:
+    def handed_over(self) -> list[Chunk]:
         """The chunks that other ranks hand to the sender, ordered by rank."""
-        found = [chunk for chunk in _chunks(self.content) if chunk.rank != self.sender]
-        return sorted(found, key=lambda chunk: chunk.rank)
+        chunks = [chunk for chunk in _chunks(self.content) if chunk.rank != self.sender]
+        return sorted(chunks, key=lambda chunk: chunk.rank)
 
 
 class Round(NamedTuple):
-    """What a rank does in a round: the run that it sends then, and what it gives to which ranks."""
+    """A rank's part in a round: the extent that it sends, and the chunks that other ranks get."""
 
-    run: Run | None
+    extent: Extent | None
     gives: list[tuple[int, Chunk]]
 
 
@@ -76,7 +76,7 @@ class RankWork(NamedTuple):
     """What a rank sends: in rounds with the other ranks, and afterwards by itself."""
 
     rounds: list[Round]
-    runs: list[Run]
+    extents: list[Extent]
 
 
 def least_part(size: int, limits: Capabilities) -> int:
@@ -105,7 +105,7 @@ def plan_work(
         by_position: Whether a part's number determines its offset, as in a local file.
     """
     work = [RankWork([], []) for _ in range(ranks)]
-    together: list[list[Run]] = [[] for _ in range(ranks)]
+    together: list[list[Extent]] = [[] for _ in range(ranks)]
     sizes: list[int] = []
     load = [0] * ranks
     for index, file in enumerate(files):
@@ -117,32 +117,32 @@ def plan_work(
             connections=config.most_connections,
             copied=config.memory_budget,
         )
-        # half of a part is still enough for one, where a run is divided evenly
+        # half of a part is still enough for one, where an extent is divided evenly
         size = aligned(max(size, least if limits.equal_parts else 2 * least), ALIGNMENT)
         sizes.append(1 if by_position else size)
         first, contents = 1, [*_cut(file, least)]
         for content in contents:
             nbytes = sum(map(_nbytes, content))
             if limits.equal_parts:
-                run = Run(index, index % ranks, 1, size, content, content is contents[-1])
+                extent = Extent(index, index % ranks, 1, size, content, content is contents[-1])
             else:
                 even = -(-nbytes // -(-nbytes // size))
-                run = Run(index, _sender(content, load), first, even, content, True)
+                extent = Extent(index, _sender(content, load), first, even, content, True)
                 first += nbytes if by_position else -(-nbytes // even)
-            load[run.sender] += nbytes
-            alone = ranks == 1 or not (limits.equal_parts or run.given)
-            (work[run.sender].runs if alone else together[run.sender]).append(run)
-    for runs in itertools.zip_longest(*together):
-        for own, one in zip(work, runs, strict=True):
+            load[extent.sender] += nbytes
+            alone = ranks == 1 or not (limits.equal_parts or extent.handed_over)
+            (work[extent.sender].extents if alone else together[extent.sender]).append(extent)
+    for extents in itertools.zip_longest(*together):
+        for own, one in zip(work, extents, strict=True):
             own.rounds.append(Round(one, []))
-        for run in (run for run in runs if run is not None):
-            for chunk in run.given:
-                work[chunk.rank].rounds[-1].gives.append((run.sender, chunk))
+        for extent in (extent for extent in extents if extent is not None):
+            for chunk in extent.handed_over:
+                work[chunk.rank].rounds[-1].gives.append((extent.sender, chunk))
     return sizes, work
 
 
 def _sender(content: Sequence[bytes | TensorPlan], load: Sequence[int]) -> int:
-    """Returns the rank with the least to send of those that have a large chunk of a run."""
+    """Returns the rank with the least to send of those that have a large chunk of an extent."""
     chunks = _chunks(content)
     half = max((chunk.nbytes for chunk in chunks), default=0) / 2
     large = [chunk.rank for chunk in chunks if chunk.nbytes >= half]
@@ -150,7 +150,7 @@ def _sender(content: Sequence[bytes | TensorPlan], load: Sequence[int]) -> int:
 
 
 def _cut(file: FilePlan, least: int) -> Iterator[list[bytes | TensorPlan]]:
-    """Cuts a file at the borders of shards into runs of ``least`` bytes, except the last."""
+    """Cuts a file at the borders of shards into extents of ``least`` bytes, except the last."""
     content: list[bytes | TensorPlan] = [file.header]
     nbytes = len(file.header)
     for one in (one for tensor in file.tensors for one in _ranges(tensor)):
@@ -289,12 +289,12 @@ def send_work(
     """
     tasks = transfer_group(store, config, "out", name="cloudckpt-save")
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
-    runs = [*work.runs, *(one.run for one in work.rounds if one.run is not None)]
-    largest = max((run.part_size for run in runs), default=0)
+    extents = [*work.extents, *(one.extent for one in work.rounds if one.extent is not None)]
+    largest = max((extent.part_size for extent in extents), default=0)
     pool = StagingPool(max(config.memory_budget, _PARTS_IN_POOL * largest), tasks.cancellation)
     rounds = _Rounds(len(work.rounds), resolve, group)
     files: list[list[FileUpload]] = [[] for _ in uploads]
-    going_on: dict[int, FileUpload] = {}  # of which the last part is not full yet
+    unfinished: dict[int, FileUpload] = {}  # files whose last part is not full yet
 
     def whole(one: TensorPlan, received: Mapping[Chunk, torch.Tensor]) -> torch.Tensor:
         found = [received[c] if c in received else resolve(c.item) for c in one.chunks]
@@ -314,39 +314,39 @@ def send_work(
             return [Piece(bytes_of(tensor), owner=tensor, item=one.name)]
         return pool.pieces(tensor, one.dtype)
 
-    def send(run: Run, received: Mapping[Chunk, torch.Tensor]) -> None:
-        file, upload = going_on.pop(run.file, None), uploads[run.file]
+    def send(extent: Extent, received: Mapping[Chunk, torch.Tensor]) -> None:
+        file, upload = unfinished.pop(extent.file, None), uploads[extent.file]
         if file is None:
             file = FileUpload(
                 store,
                 upload.key,
-                run.part_size,
+                extent.part_size,
                 tasks,
                 retrier,
                 stats,
                 upload=upload,
-                first=run.first,
+                first=extent.first,
             )
-            files[run.file].append(file)
-        for piece in (piece for one in run.content for piece in pieces(one, received)):
+            files[extent.file].append(file)
+        for piece in itertools.chain.from_iterable(pieces(one, received) for one in extent.content):
             file.write(piece)
-        if run.ends:
+        if extent.ends:
             file.finish()
         else:
-            going_on[run.file] = file
+            unfinished[extent.file] = file
 
     def produce() -> None:
         try:
             for one in work.rounds:
-                received = rounds.take_part(one)
+                received = rounds.exchange(one)
                 if received is None:
                     return
-                if one.run is not None:
-                    send(one.run, received)
-            for run in work.runs:
-                send(run, {})
+                if one.extent is not None:
+                    send(one.extent, received)
+            for extent in work.extents:
+                send(extent, {})
         except BaseException:  # an interrupt, too: others would wait until the group's time limit
-            rounds.leave()
+            rounds.report_failure()
             raise
 
     try:
@@ -359,8 +359,8 @@ def send_work(
 class _Rounds:
     """Hands chunks to the ranks that send them, in rounds of all ranks.
 
-    Before each round the ranks tell each other whether they are ready, with all memory that they
-    need. If one is not, no rank takes part in any further round.
+    Before each round, each rank allocates its memory and reports whether it is ready. If one is
+    not, no rank takes part in any further round.
     """
 
     def __init__(
@@ -373,32 +373,33 @@ class _Rounds:
         # made before the memory may run out
         self._failed = torch.zeros(1, dtype=torch.int32, device=self._device)
 
-    def take_part(self, one: Round) -> dict[Chunk, torch.Tensor] | None:
-        """Returns what other ranks have of this rank's run; None if another rank has failed."""
+    def exchange(self, one: Round) -> dict[Chunk, torch.Tensor] | None:
+        """Returns what other ranks have of this rank's extent; None if another rank has failed."""
         ranks = dist.get_world_size(self._group)
         gives = sorted(one.gives, key=lambda give: give[0])
-        takes = [] if one.run is None else [(chunk.rank, chunk) for chunk in one.run.given]
-        out, expected = _rooms(gives, ranks), _rooms(takes, ranks)
+        chunks = [] if one.extent is None else one.extent.handed_over
+        takes = [(chunk.rank, chunk) for chunk in chunks]
+        out, expected = _split_sizes(gives, ranks), _split_sizes(takes, ranks)
         given = torch.zeros(sum(out), dtype=torch.uint8, device=self._device)
         at = 0
         for _, chunk in gives:
             elements = self._resolve(chunk.item).reshape(-1)
             given[at : at + chunk.nbytes].view(chunk.dtype).copy_(elements)
-            at += _room(chunk)
+            at += _padded_size(chunk)
         into = torch.empty(sum(expected), dtype=torch.uint8, device=self._device)
         left, self._left = self._left - 1, 0  # no rank waits for one whose collective has failed
         if not self._are_ready(True):
             return None
         dist.all_to_all_single(into, given, expected, out, group=self._group)
         self._left = left
-        received = torch.split(into.cpu(), [_room(chunk) for _, chunk in takes])
+        received = torch.split(into.cpu(), [_padded_size(chunk) for _, chunk in takes])
         return {
             chunk: data[: chunk.nbytes].view(chunk.dtype)
             for (_, chunk), data in zip(takes, received, strict=True)
         }
 
-    def leave(self) -> None:
-        """Tells the other ranks, if they wait for this one, that it has failed."""
+    def report_failure(self) -> None:
+        """Reports to the other ranks, if they wait for this one, that it has failed."""
         if self._left:
             self._are_ready(False)
 
@@ -408,14 +409,14 @@ class _Rounds:
         return not self._failed.item()
 
 
-def _rooms(chunks: Iterable[tuple[int, Chunk]], ranks: int) -> list[int]:
+def _split_sizes(chunks: Iterable[tuple[int, Chunk]], ranks: int) -> list[int]:
     """Returns the bytes of a round's chunks, for each rank that they go to or come from."""
     found = [0] * ranks
     for rank, chunk in chunks:
-        found[rank] += _room(chunk)
+        found[rank] += _padded_size(chunk)
     return found
 
 
-def _room(chunk: Chunk) -> int:
+def _padded_size(chunk: Chunk) -> int:
     """Returns the bytes of a chunk in a round, in which each is aligned."""
     return aligned(chunk.nbytes, _GRAIN)

@@ -35,10 +35,10 @@ from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
     OF_RANKS,
     Parts,
-    files_of_first,
-    packed,
-    room_for,
-    unpacked,
+    map_files_of_ranks,
+    map_new_file,
+    pickle_values,
+    unpickle_values,
 )
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import inspect as inspect_checkpoint
@@ -113,11 +113,11 @@ def save_state(
             return {name: value for name, value in state.items() if name not in taken}
 
         state = meeting.begin(collect)
-        files, own = files_of_first(folder, meeting)
-        state |= {OF_RANKS: per_rank(packed(own))} | ({_FILES: files} if files else {})
+        files, own = map_files_of_ranks(folder, meeting)
+        state |= {OF_RANKS: per_rank(pickle_values(own))} | ({_FILES: files} if files else {})
         saves.save(state, str(place))
     if meeting.rank == 0 and step is not None:
-        saves.keep_newest(Run(place.parent, config=config), retention)
+        saves.prune_run(Run(place.parent, config=config), retention)
 
 
 def load_state(
@@ -156,7 +156,7 @@ def load_state(
 
         def prepare() -> tuple[Parts, dict[str, torch.Tensor]]:
             rooms = {
-                (name := item.removeprefix(below)): room_for(folder, name, nbytes, place)
+                (name := item.removeprefix(below)): map_new_file(folder, name, nbytes, place)
                 for item, nbytes in sizes.items()
                 if item.startswith(below)
             }
@@ -165,10 +165,10 @@ def load_state(
 
         parts, rooms = meeting.begin(prepare)
         own: PerRank[Any] = per_rank(None)
-        parts.load(place, config, beside={_FILES: rooms, OF_RANKS: own})
+        parts.load(place, config, others={_FILES: rooms, OF_RANKS: own})
 
         def load_files() -> None:
-            _put_own(own, folder, place, meeting.rank)
+            _write_files_of_rank(own, folder, place, meeting.rank)
             left = [] if _is_fsdp(accelerator) else list(accelerator._models)
             for hook in hooks:
                 hook(left, folder)
@@ -292,7 +292,7 @@ def _own_folder(meeting: Meeting, stack: contextlib.ExitStack) -> str:
     )
 
 
-def _put_own(own: PerRank[Any], folder: str, uri: str, rank: int) -> None:
+def _write_files_of_rank(own: PerRank[Any], folder: str, uri: str, rank: int) -> None:
     """Writes the files that were saved for this rank into a folder; logs if there are none."""
     if not own.is_loaded:
         logger.warning(
@@ -301,8 +301,8 @@ def _put_own(own: PerRank[Any], folder: str, uri: str, rank: int) -> None:
             rank,
         )
         return
-    for name, content in unpacked(own.value).items():
-        room_for(folder, name, content.nbytes, uri).copy_(content)
+    for name, content in unpickle_values(own.value).items():
+        map_new_file(folder, name, content.nbytes, uri).copy_(content)
 
 
 def _is_fsdp(accelerator: Any) -> bool:

@@ -89,12 +89,12 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """Converts a path to a URI."""
         return CheckpointURI.parse(f"{self.scheme}://{self._strip_protocol(path)}")
 
-    def _place(self, path: str) -> tuple[ObjectStore, str, Retrier]:
+    def _open_store(self, path: str) -> tuple[ObjectStore, str, Retrier]:
         """Returns the store of a path, the key of the path there, and a retrier."""
         uri = self._uri(path)
         return open_store(uri, self._config), uri.prefix, Retrier(self._config.retry)
 
-    # ---- looking
+    # ---- listing
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Describes the file at a path, or else the folder if there are files beneath the path.
@@ -104,7 +104,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             StoreError: If the store refuses or stays unreachable.
         """
         path = self._strip_protocol(path)
-        store, key, retrier = self._place(path)
+        store, key, retrier = self._open_store(path)
         if key:
             try:
                 return self._file(path, retrier.call(lambda: store.head(key)))
@@ -132,7 +132,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         try:
             return str(self.info(path)["type"])
         except FileNotFoundError as error:
-            _omit_what_is_gone(error)
+            _raise_unless_missing(error)
             return None
 
     def modified(self, path: str) -> datetime.datetime:
@@ -141,7 +141,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         Raises:
             FileNotFoundError: If there is neither a file nor a folder.
         """
-        store, key, retrier = self._place(path)
+        store, key, retrier = self._open_store(path)
         file = next(iter(store.list(key, retrier.call)), None) if key else None
         found = [file] if file is not None and file.key == key else self._listed(path)
         times = [one.modified for one in found if one.modified is not None]
@@ -152,7 +152,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """Lists the files and folders directly in a folder, or a single file; never cached."""
         path = self._strip_protocol(path)
-        store, key, retrier = self._place(path)
+        store, key, retrier = self._open_store(path)
         level = list(store.list_level(f"{key}/" if key else "", retrier.call))
         bucket = path.partition("/")[0]
         entries = [
@@ -176,13 +176,13 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         on_error: Any = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Walks a folder as fsspec does, but by default raises if a path is denied."""
-        on_error = on_error or _omit_what_is_gone
+        """Walks a folder as fsspec does; by default, only missing folders are left out silently."""
+        on_error = on_error or _raise_unless_missing
         return super().walk(path, maxdepth, topdown, on_error, **kwargs)  # type: ignore[no-any-return]
 
     def _listed(self, path: str) -> list[ObjectInfo]:
         """Lists all objects beneath a folder, at any depth."""
-        store, key, retrier = self._place(path)
+        store, key, retrier = self._open_store(path)
         return list(store.list(f"{key}/" if key else "", retrier.call))
 
     @staticmethod
@@ -206,7 +206,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         **_: Any,
     ) -> io.BufferedIOBase:
         if mode == "rb":
-            store, key, _retrier = self._place(path)
+            store, key, _retrier = self._open_store(path)
             pinned = PinnedObject(store, key, self._config, TransferStats(store.uri(key)))
             return io.BufferedReader(ObjectFile(pinned, self._config))
         if mode != "wb" or not autocommit:
@@ -215,16 +215,13 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 f"{'' if autocommit else ' in a transaction'}: objects are written as a whole, "
                 "with mode 'wb' outside of transactions"
             )
-        store, key, _retrier = self._place(path)
+        store, key, _retrier = self._open_store(path)
         return WrittenFile(store, key, self._config)
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
-        """Reads a file, or the slice of it from ``start`` to ``end``; negative numbers count back.
-
-        The offsets are in bytes; negative ones count from the end of the file.
-        """
+        """Reads a file, or its bytes from ``start`` to ``end``; negative ones from its end."""
         if start is None and end is None:
             return load_file(self._uri(path), config=self._config)
         with self._open(path) as file:
@@ -251,7 +248,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def expand_path(self, path: Any, *args: Any, **kwargs: Any) -> list[str]:
         """Expands paths as fsspec does, with commit objects last: so they are also copied last."""
-        return sorted(super().expand_path(path, *args, **kwargs), key=_makes_visible)
+        return sorted(super().expand_path(path, *args, **kwargs), key=_is_commit)
 
     def put(self, *args: Any, **kwargs: Any) -> None:
         """Uploads files and folders as fsspec does, commit objects when all else is stored."""
@@ -267,7 +264,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def put_file(self, lpath: Any, rpath: str, *args: Any, **kwargs: Any) -> None:
         upload = functools.partial(super().put_file, lpath, rpath, *args, **kwargs)
         commits = _postponed.get()
-        if commits is not None and _makes_visible(rpath):
+        if commits is not None and _is_commit(rpath):
             commits.append(upload)
         else:
             upload()
@@ -284,7 +281,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # ---- removing
 
     def rm_file(self, path: str) -> None:
-        store, key, retrier = self._place(path)
+        store, key, retrier = self._open_store(path)
         retrier.call(lambda: store.head(key))
         retrier.call(lambda: store.delete(key))
 
@@ -307,8 +304,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             keys = [found.key for found in self._listed(one)]
             if keys:
                 left = self._without_checkpoint(self._uri(one), keys)
-                self._delete(one, [key for key in left if _makes_visible(key)])
-                self._delete(one, [key for key in left if not _makes_visible(key)])
+                self._delete(one, [key for key in left if _is_commit(key)])
+                self._delete(one, [key for key in left if not _is_commit(key)])
             if not keys or self.isfile(one):
                 self.rm_file(one)
 
@@ -323,13 +320,13 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         marks = {key for key in keys if key.startswith(keeps_in(uri))}
         if not marks:
             return keys
-        store, _, _ = self._place(str(uri))
+        store, _, _ = self._open_store(str(uri))
         kept = protected(store, uri, {uri.folder: {*keys} - marks}, self._config)
         return [key for key in keys if key not in kept and not (kept and key in marks)]
 
     def _delete(self, path: str, keys: list[str]) -> None:
         """Deletes objects of the bucket of a path."""
-        store, _, _ = self._place(path)
+        store, _, _ = self._open_store(path)
         threads = self._config.requests_at_once
         delete_all(store, keys, self._config.retry, threads=threads, what="objects of a folder")
 
@@ -352,13 +349,13 @@ class AzureFileSystem(_StoreFileSystem):
     protocol = scheme = "az"
 
 
-def _omit_what_is_gone(error: OSError) -> None:
+def _raise_unless_missing(error: OSError) -> None:
     """Raises an error, unless it is a FileNotFoundError."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
-def _makes_visible(key: str) -> bool:
+def _is_commit(key: str) -> bool:
     """Returns whether a key is that of a commit object."""
     return key.rpartition("/")[2] in _COMMITS
 
@@ -376,7 +373,7 @@ def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:
     return _OURS[scheme](config=config)
 
 
-# ---- who serves s3://, gs:// and az://
+# ---- registration
 
 _OURS = {kind.scheme: kind for kind in (S3FileSystem, GCSFileSystem, AzureFileSystem)}
 _registered: Config | None = None
@@ -397,10 +394,10 @@ def register(config: Config | None = None) -> list[str]:
     """
     global _registered
     _registered = config or _registered
-    return [scheme for scheme, ours in _OURS.items() if _serves(scheme, ours)]
+    return [scheme for scheme, ours in _OURS.items() if _register_scheme(scheme, ours)]
 
 
-def _serves(scheme: str, ours: type[_StoreFileSystem]) -> bool:
+def _register_scheme(scheme: str, ours: type[_StoreFileSystem]) -> bool:
     """Registers a class for a scheme unless another package has it; returns whether it is used."""
     if scheme in registry:
         return registry[scheme] is ours

@@ -161,7 +161,7 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         )
 
 
-def _same(one: str, other: str) -> bool:
+def _same(first: str, second: str) -> bool:
     """Returns whether two URIs are the same location; ``az`` URIs may leave out the account."""
-    places = (CheckpointURI.parse(uri) for uri in (one, other))
-    return len({(place.scheme, place.bucket, place.prefix) for place in places}) == 1
+    parsed = (CheckpointURI.parse(uri) for uri in (first, second))
+    return len({(uri.scheme, uri.bucket, uri.prefix) for uri in parsed}) == 1

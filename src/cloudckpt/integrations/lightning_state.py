@@ -28,10 +28,10 @@ from cloudckpt.integrations.state import (
     OF_RANKS,
     Parts,
     entries_of_rank,
-    packed,
-    put_random,
+    pickle_values,
     random_state,
-    unpacked,
+    set_random_state,
+    unpickle_values,
     uri_of,
 )
 
@@ -140,7 +140,7 @@ class _StrategyOnStores(_OnStores):
 
     def _with_values(self, parts: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """Adds the other values to the state to save, on the first rank only."""
-        return {**parts, _VALUES: packed(values)} if self.is_global_zero else parts  # type: ignore[attr-defined]
+        return {**parts, _VALUES: pickle_values(values)} if self.is_global_zero else parts  # type: ignore[attr-defined]
 
 
 class FabricOnStores(_StrategyOnStores):
@@ -208,7 +208,7 @@ class FabricOnStores(_StrategyOnStores):
         loaded = _parts(state, uri).load(
             uri,
             self._config,
-            beside={_VALUES: io.BytesIO(), **own},
+            others={_VALUES: io.BytesIO(), **own},
             strict=strict,
             trust_pickle=weights_only is False,
         )
@@ -278,7 +278,7 @@ class TrainerOnStores(_StrategyOnStores):
             del values["optimizer_states"]
             parts |= Parts({}, self._named_optimizers()).state_dicts()
             own = {"random": random_state(), "loaders": _fit_loop(values).get("combined_loader")}
-            parts[OF_RANKS] = per_rank(packed(own))
+            parts[OF_RANKS] = per_rank(pickle_values(own))
         step = values.get("global_step")
         self._save(self._with_values(parts, values), uri, storage_options, step)
 
@@ -308,14 +308,14 @@ class TrainerOnStores(_StrategyOnStores):
         ).load(
             uri,
             self._config,
-            beside={_VALUES: io.BytesIO()} | ({OF_RANKS: own} if is_fitting else {}),
+            others={_VALUES: io.BytesIO()} | ({OF_RANKS: own} if is_fitting else {}),
             strict=module.strict_loading,
             trust_pickle=weights_only is False,
         )
         values = _values_in(loaded, weights_only)
         if own.is_loaded:
-            found = unpacked(own.value)
-            put_random(found["random"])
+            found = unpickle_values(own.value)
+            set_random_state(found["random"])
             if found["loaders"] is not None:
                 _fit_loop(values)["combined_loader"] = found["loaders"]
         elif OF_RANKS in loaded and "combined_loader" in _fit_loop(values):
@@ -382,7 +382,7 @@ class PluginOnStores(_OnStores):
         trees = {key: value for key, value in checkpoint.items() if _is_of_tensors(value)}
         values = {key: value for key, value in checkpoint.items() if key not in trees}
         step = values.get("global_step")
-        self._save({**trees, _VALUES: packed(values)}, uri, storage_options, step)
+        self._save({**trees, _VALUES: pickle_values(values)}, uri, storage_options, step)
 
     def load_checkpoint(
         self,
@@ -420,7 +420,7 @@ class PluginOnStores(_OnStores):
 def _values_in(loaded: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
     """Removes the pickled values from a loaded state, and returns them; empty if there are none."""
     buffer = loaded.pop(_VALUES, None)
-    return {} if buffer is None else unpacked(buffer, weights_only)
+    return {} if buffer is None else unpickle_values(buffer, weights_only)
 
 
 def _fit_loop(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -439,10 +439,8 @@ def _parts(state: Mapping[str, Any], uri: str) -> Parts:
     models = {key: value for key, value in state.items() if isinstance(value, Module)}
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
     if not models or (optimizers and len(models) > 1):
-        raise ConfigError(
-            f"the state has {len(models)} models: save each with its optimizers to its own URI",
-            uri=uri,
-        )
+        advice = "save each with its optimizers to its own URI" if models else "add the model to it"
+        raise ConfigError(f"the state has {len(models)} models: {advice}", uri=uri)
     model = next(iter(models.values()))
     return Parts(models, {key: (model, optimizer) for key, optimizer in optimizers.items()})
 

@@ -139,11 +139,11 @@ class _Reference(ray.train.Checkpoint):  # type: ignore[misc]
     """The result of :func:`checkpoint`: a URI, and the future of its save."""
 
     def __init__(self, uri: str, written: Future[Any] | None) -> None:
-        super().__init__(uri, PyFileSystem(FSSpecHandler(_Nothing())))
+        super().__init__(uri, PyFileSystem(FSSpecHandler(_NoFiles())))
         self.written = written
 
 
-class _Nothing(AbstractFileSystem):  # type: ignore[misc]
+class _NoFiles(AbstractFileSystem):  # type: ignore[misc]
     """The file system of a reference: reading raises an error, and deleting does nothing.
 
     With ``CheckpointUploadMode.ASYNC``, Ray deletes the reported checkpoint after the upload.

@@ -112,7 +112,7 @@ class Saves:
 
         def load_step(step: int, notes: Notes) -> None:
             load(step)
-            self._go_on(line, step, notes)
+            self._continue_from(line, step, notes)
 
         step = restore_newest(run, self._meeting, line, None, load_step)
         if step is None:
@@ -129,7 +129,7 @@ class Saves:
         line = self._line_of(run)
         notes = self._meeting.broadcast_from_first(lambda: notes_to_restore(run, step))
         load(step)
-        self._go_on(line, step, notes)
+        self._continue_from(line, step, notes)
 
     def resumed(self, uri: str) -> None:
         """Makes later saves continue a checkpoint that the framework has loaded.
@@ -154,11 +154,11 @@ class Saves:
             step = notes.step
         if notes is not None and step is not None:
             try:
-                self._go_on(self._line_of(run), step, notes)
+                self._continue_from(self._line_of(run), step, notes)
             except AccessDeniedError as error:  # a job that does not save has no need of its run
                 logger.warning("%s: later saves won't continue step %d: %s", run.root, step, error)
 
-    def _go_on(self, line: OwnLine, step: int, notes: Notes) -> None:
+    def _continue_from(self, line: OwnLine, step: int, notes: Notes) -> None:
         line.go_on_from(step, notes)
         self._resumed[line.run.root] = step
 
@@ -269,9 +269,7 @@ class Saves:
 
         self.then(act)
 
-    def keep_newest(
-        self, run: Run, retention: Retention, kept: Collection[int | None] = ()
-    ) -> None:
+    def prune_run(self, run: Run, retention: Retention, kept: Collection[int | None] = ()) -> None:
         """Deletes the steps of this training that ``retention`` does not keep; logs errors.
 
         The step that this job resumed, steps that are saved anew meanwhile, and steps of other

@@ -49,13 +49,13 @@ __all__ = [
     "OF_RANKS",
     "Parts",
     "entries_of_rank",
-    "files_of",
-    "files_of_first",
-    "packed",
-    "put_random",
+    "map_files",
+    "map_files_of_ranks",
+    "pickle_values",
+    "set_random_state",
     "random_state",
-    "room_for",
-    "unpacked",
+    "map_new_file",
+    "unpickle_values",
     "uri_of",
 ]
 
@@ -96,7 +96,7 @@ class Parts:
             name: get_model_state_dict(model) for name, model in self._models.items()
         }
         for name, (model, optimizer) in self._optimizers.items():
-            with _without_a_step(optimizer):
+            with _without_new_states(optimizer):
                 found[name] = get_optimizer_state_dict(model, optimizer)
         return found
 
@@ -105,7 +105,7 @@ class Parts:
         uri: str,
         config: Config,
         *,
-        beside: Mapping[str, Any],
+        others: Mapping[str, Any],
         strict: bool = True,
         trust_pickle: bool = False,
     ) -> dict[str, Any]:
@@ -117,12 +117,12 @@ class Parts:
         Args:
             uri: The location of the checkpoint.
             config: Options.
-            beside: Other values to load, by name; names that the checkpoint lacks are left out.
+            others: Other values to load, by name; names that the checkpoint lacks are left out.
             strict: Whether all models and optimizers must be in the checkpoint.
             trust_pickle: Whether pickles in the checkpoint may run any code.
 
         Returns:
-            The loaded values of ``beside``.
+            The loaded values of ``others``.
 
         Raises:
             MissingKeyError: If ``strict``, and the checkpoint lacks a model or an optimizer.
@@ -137,14 +137,16 @@ class Parts:
         optimizers = {
             name: pair
             for name, pair in self._optimizers.items()
-            if strict or _below(f"{name}.", there)
+            if strict or _names_below(f"{name}.", there)
         }
         for name, (model, optimizer) in optimizers.items():
-            wanted[name] = _to_fill(model, optimizer, _below(f"{name}.state.", there))
+            wanted[name] = _optimizer_state_to_load(
+                model, optimizer, _names_below(f"{name}.state.", there)
+            )
         more = {
             name: value
-            for name, value in beside.items()
-            if name in there or _below(f"{name}.", there)
+            for name, value in others.items()
+            if name in there or _names_below(f"{name}.", there)
         }
         options = CheckpointerConfig(config=config, trust_pickle=trust_pickle)
         with make_sync_checkpointer(options) as checkpointer:
@@ -153,18 +155,20 @@ class Parts:
             set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=strict))
         for name, (model, optimizer) in optimizers.items():
             loaded[name].setdefault("state", {})
-            with _without_a_step(optimizer):
+            with _without_new_states(optimizer):
                 some = StateDictOptions(strict=False)
                 set_optimizer_state_dict(model, optimizer, loaded[name], options=some)
         return {name: loaded[name] for name in more}
 
 
-def _to_fill(model: Module, optimizer: Optimizer, saved: Collection[str]) -> dict[str, Any]:
-    """Makes the optimizer state to load into, of the parameters whose states were saved.
+def _optimizer_state_to_load(
+    model: Module, optimizer: Optimizer, saved: Collection[str]
+) -> dict[str, Any]:
+    """Returns an optimizer state to load into, with the parameters whose states were saved.
 
     ``saved`` has the names of saved states, such as ``weight.exp_avg``.
     """
-    prepared = _with_all_states if saved else _without_a_step
+    prepared = _with_all_states if saved else _without_new_states
     with prepared(optimizer):
         found = dict(get_optimizer_state_dict(model, optimizer))
     has_state = {
@@ -178,7 +182,7 @@ def _to_fill(model: Module, optimizer: Optimizer, saved: Collection[str]) -> dic
 
 
 @contextlib.contextmanager
-def _without_a_step(optimizer: Optimizer) -> Iterator[None]:
+def _without_new_states(optimizer: Optimizer) -> Iterator[None]:
     """Keeps torch from creating states for a fresh optimizer during the block.
 
     torch creates them only if no parameter has a gradient, so this sets the gradient of one.
@@ -216,7 +220,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
-def _below(prefix: str, names: Collection[str]) -> set[str]:
+def _names_below(prefix: str, names: Collection[str]) -> set[str]:
     """Returns the names that begin with a prefix, without the prefix."""
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
@@ -235,7 +239,7 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def put_random(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
     """Sets this process's random generators to states that :func:`random_state` has returned."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
@@ -252,7 +256,7 @@ def entries_of_rank(state: Mapping[str, Any]) -> dict[str, PerRank[Any]]:
     return {key: one if isinstance(one, PerRank) else per_rank(one) for key, one in own.items()}
 
 
-def packed(values: Mapping[str, Any]) -> io.BytesIO:
+def pickle_values(values: Mapping[str, Any]) -> io.BytesIO:
     """Pickles values with ``torch.save`` into a buffer, as frameworks write their small files."""
     buffer = io.BytesIO()
     torch.save(dict(values), buffer)
@@ -260,8 +264,8 @@ def packed(values: Mapping[str, Any]) -> io.BytesIO:
     return buffer
 
 
-def unpacked(buffer: io.BytesIO, weights_only: bool | None = None) -> dict[str, Any]:
-    """Loads the values that :func:`packed` has pickled; ``weights_only=False`` trusts pickles."""
+def unpickle_values(buffer: io.BytesIO, weights_only: bool | None = None) -> dict[str, Any]:
+    """Loads what :func:`pickle_values` has pickled; ``weights_only=False`` trusts any pickle."""
     buffer.seek(0)
     return dict(torch.load(buffer, map_location="cpu", weights_only=weights_only is not False))
 
@@ -285,7 +289,7 @@ def _numpy() -> Any:
 # ---- files
 
 
-def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
+def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
     """Maps the files beneath a folder that this rank has to save; a collective call.
 
     Ranks on one machine see the same files; other machines have their own. Of several files with
@@ -311,14 +315,14 @@ def files_of(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
     owners = _owners(sizes)
     return meeting.begin(
         lambda: {
-            name: _mapped(os.path.join(folder, name), size)
+            name: _map_file(os.path.join(folder, name), size)
             for name, size in sizes[meeting.rank].items()
             if owners[name] == meeting.rank
         }
     )
 
 
-def room_for(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
+def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
     """Creates a file in a folder, and returns it as a mapped uint8 tensor to load an item into.
 
     Args:
@@ -343,18 +347,18 @@ def room_for(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def files_of_first(
+def map_files_of_ranks(
     folder: str, meeting: Meeting
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Maps the files beneath a folder of each rank; a collective call.
+    """Maps the first rank's files, and those of this rank that differ from them; a collective call.
 
     Args:
-        folder: A folder that only this rank writes to.
+        folder: A folder that only this rank writes to; it may contain folders.
         meeting: The meeting of the ranks that save.
 
     Returns:
         On the first rank its files, on the others none; and the files of this rank that the first
-        rank lacks, or has with other content: as in :func:`files_of`.
+        rank lacks, or has with other content: as in :func:`map_files`.
 
     Raises:
         CloudCheckpointError: If a rank can't read its folder.
@@ -362,7 +366,7 @@ def files_of_first(
 
     def mapped() -> dict[str, torch.Tensor]:
         sizes = _sizes(folder).items()
-        return {name: _mapped(os.path.join(folder, name), size) for name, size in sizes}
+        return {name: _map_file(os.path.join(folder, name), size) for name, size in sizes}
 
     files = meeting.begin(mapped)
     checksums = {name: CRC32C.of(bytes_of(content)) for name, content in files.items()}
@@ -392,7 +396,7 @@ def _owners(sizes: list[dict[str, int]]) -> dict[str, int]:
     return {name: seen_by[name][index % len(seen_by[name])] for index, name in names}
 
 
-def _mapped(path: str, size: int) -> torch.Tensor:
+def _map_file(path: str, size: int) -> torch.Tensor:
     """Maps a file into memory as a uint8 tensor."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)

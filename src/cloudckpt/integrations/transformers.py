@@ -38,7 +38,7 @@ from cloudckpt.errors import (
     ProcessGroupError,
 )
 from cloudckpt.integrations.saves import Saves
-from cloudckpt.integrations.state import files_of, room_for
+from cloudckpt.integrations.state import map_files, map_new_file
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import StoredItem, inspect
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
@@ -110,7 +110,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._on_failure = on_failure
         self._made: Saves | None = None
         self._newest: int | None = None  # the step that was saved last
-        self._told_to_end: int | None = None  # the step that was the last one then
+        self._stopping_step: int | None = None  # the step at which the Trainer was told to stop
         self._args: Any = None
         self._restored: str | None = None  # on the first rank of a node: the local copy
         self._was_restored = False  # for the training that begins next
@@ -132,8 +132,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or the previous
                 one.
         """
-        self._unless_logged(lambda: self._saves.finish())
-        self._unless_logged(lambda: self._save(args, state, state.global_step))
+        self._raise_or_log(lambda: self._saves.finish())
+        self._raise_or_log(lambda: self._save(args, state, state.global_step))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Continues the step that the Trainer resumes from a local checkpoint of its own.
@@ -144,21 +144,21 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         was_restored, self._was_restored = self._was_restored, False
         if state.global_step and not was_restored:
             uri = str(self._run.uri(state.global_step))
-            self._unless_logged(lambda: self._saves.resumed(uri))
+            self._raise_or_log(lambda: self._saves.resumed(uri))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Records the current step if the Trainer was told to stop training, for the last save.
 
         With ``enable_jit_checkpoint`` the Trainer then writes a checkpoint without ``on_save``.
         """
-        if control.should_training_stop and self._told_to_end is None:
-            self._told_to_end = state.global_step
+        if control.should_training_stop and self._stopping_step is None:
+            self._stopping_step = state.global_step
 
     on_pre_optimizer_step = on_step_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Deletes the local copy of the restored checkpoint, which all ranks have read by now."""
-        self._forget_restored()
+        self._delete_restored()
         self.on_step_begin(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -167,15 +167,15 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             CloudCheckpointError: The errors of :meth:`on_save`.
         """
-        self._forget_restored()
-        step, self._told_to_end = self._told_to_end, None
+        self._delete_restored()
+        step, self._stopping_step = self._stopping_step, None
         if getattr(args, "enable_jit_checkpoint", False) and step is not None:
             is_new = step != self._newest and os.path.isdir(_folder(args.output_dir, step))
             if any(Meeting.of(None, False).gathered(lambda: is_new)):
-                self._unless_logged(lambda: self._saves.finish())
-                self._unless_logged(lambda: self._save(args, state, step))
+                self._raise_or_log(lambda: self._saves.finish())
+                self._raise_or_log(lambda: self._save(args, state, step))
         if self._made is not None:
-            self._unless_logged(self._made.close)
+            self._raise_or_log(self._made.close)
 
     def restore(self, step: int | None = None) -> str | None:
         """Copies the newest intact checkpoint to the local disk of each node.
@@ -204,7 +204,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         meeting, folders = Meeting.of(None, False), list[str]()
 
         def load(step: int) -> None:
-            folders.append(self._bring(meeting, step))
+            folders.append(self._download(meeting, step))
 
         if step is None:
             self._saves.restore_newest(self._run, load)
@@ -220,7 +220,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._made = Saves(
                 self._run.config,
                 asynchronous=self._asynchronous,
-                stager=_AsItIs(),
+                stager=_NoCopyStager(),
                 step_name=self._run.names.pattern,
             )
         return self._made
@@ -230,21 +230,21 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         meeting = Meeting.of(None, False)
         folder = _folder(args.output_dir, step)
         meeting.begin(lambda: None)  # waits until all ranks have written their files
-        files = files_of(folder, meeting)
+        files = map_files(folder, meeting)
         self._saves.save(files, str(self._run.uri(step)))
         self._newest = step
         best = _step_of(getattr(state, "best_model_checkpoint", None))
         kept = {best, getattr(state, "best_global_step", None)}
 
         def clean() -> None:
-            if not self._keep_local and _place()[0] == 0:
+            if not self._keep_local and _rank_on_node()[0] == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             if meeting.rank == 0:
-                self._saves.keep_newest(self._run, self._retention, kept)
+                self._saves.prune_run(self._run, self._retention, kept)
 
         self._saves.then(clean)
 
-    def _unless_logged(self, act: Callable[[], None]) -> None:
+    def _raise_or_log(self, act: Callable[[], None]) -> None:
         """Calls ``act``, and logs its error instead of raising it if ``on_failure`` says so."""
         try:
             act()
@@ -255,9 +255,9 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 raise
             logger.error("a checkpoint was not saved, and training continues: %s", error)
 
-    def _bring(self, meeting: Meeting, step: int) -> str:
+    def _download(self, meeting: Meeting, step: int) -> str:
         """Copies a step to each node; returns its local folder."""
-        local_rank = _place()[0]
+        local_rank = _rank_on_node()[0]
         output_dir = None if self._args is None else self._args.output_dir
 
         def make() -> str | None:
@@ -276,16 +276,16 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._restored, root = roots[meeting.rank], str(roots[meeting.rank - local_rank])
         folder = _folder(root, step)
         self._fetch(meeting, step, folder)
-        meeting.begin(lambda: _tell_random_states(folder, meeting), during=_LOADING)
+        meeting.begin(lambda: _warn_of_random_states(folder, meeting), during=_LOADING)
         if self._args is not None and self._args.load_best_model_at_end:
-            self._bring_best(meeting, folder, root)
+            self._download_best(meeting, folder, root)
         return folder
 
-    def _bring_best(self, meeting: Meeting, folder: str, root: str) -> None:
+    def _download_best(self, meeting: Meeting, folder: str, root: str) -> None:
         """Copies the best checkpoint to each node, and writes its path into the Trainer's state."""
         file = os.path.join(folder, TRAINER_STATE_NAME)
 
-        def look() -> int | None:
+        def best_saved_step() -> int | None:
             with open(file) as opened:
                 state = json.load(opened)
             for best in (
@@ -296,52 +296,53 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                     return int(best)
             return None
 
-        best = meeting.broadcast_from_first(look)
+        best = meeting.broadcast_from_first(best_saved_step)
         if best is None:
             return
-        place = os.path.abspath(_folder(self._args.output_dir, best))
+        target = os.path.abspath(_folder(self._args.output_dir, best))
         copy = _folder(os.path.join(root, "best"), best)
         try:
-            if not all(meeting.gathered(lambda: os.path.isdir(place), during=_LOADING)):
+            if not all(meeting.gathered(lambda: os.path.isdir(target), during=_LOADING)):
                 self._fetch(meeting, best, copy)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             logger.error("step %d, which has the best metric, can't be restored: %s", best, error)
             return
 
         def put() -> None:
-            if _place()[0] != 0:
+            if _rank_on_node()[0] != 0:
                 return
-            if not os.path.isdir(place):
-                os.rename(copy, place)
+            if not os.path.isdir(target):
+                os.rename(copy, target)
             with open(file) as opened:
                 state = json.load(opened)
             with open(file, "w") as opened:
-                json.dump({**state, "best_model_checkpoint": place}, opened)
+                json.dump({**state, "best_model_checkpoint": target}, opened)
 
         meeting.begin(put, during=_LOADING)
 
     def _fetch(self, meeting: Meeting, step: int, folder: str) -> None:
         """Copies a checkpoint to a folder on each node, divided among the ranks of the node."""
-        local_rank, local_size = _place()
+        local_rank, local_size = _rank_on_node()
 
         def fetch() -> None:
             uri = str(self._run.uri(step))
             items = inspect(uri, config=self._run.config).items
-            wanted = {item.name: _room(folder, item, uri) for item in items[local_rank::local_size]}
+            own = items[local_rank::local_size]
+            wanted = {item.name: _file_of_item(folder, item, uri) for item in own}
             options = CheckpointerConfig(config=self._run.config, no_dist=True)
             with make_sync_checkpointer(options) as checkpointer:
                 checkpointer.load(uri, wanted, strict=True)
 
         meeting.begin(fetch, during=_LOADING)
 
-    def _forget_restored(self) -> None:
+    def _delete_restored(self) -> None:
         """Deletes the local copy of the restored checkpoint."""
         if self._restored is not None:
             shutil.rmtree(self._restored, ignore_errors=True)
             self._restored = None
 
 
-class _AsItIs(AsyncStager):
+class _NoCopyStager(AsyncStager):
     """A stager that does not copy, because the files of a checkpoint never change.
 
     Mapped files stay readable after they are deleted.
@@ -357,7 +358,7 @@ class _AsItIs(AsyncStager):
     def close(self) -> None: ...
 
 
-def _tell_random_states(folder: str, meeting: Meeting) -> None:
+def _warn_of_random_states(folder: str, meeting: Meeting) -> None:
     """Logs a warning if the checkpoint has random states, but not those of this rank."""
     found = {name for name in os.listdir(folder) if name.startswith("rng_state")}
     own = "rng_state.pth" if meeting.size == 1 else f"rng_state_{meeting.rank}.pth"
@@ -384,14 +385,14 @@ def _step_of(folder: str | None) -> int | None:
     return int(name) if name.isdecimal() else None
 
 
-def _place() -> tuple[int, int]:
+def _rank_on_node() -> tuple[int, int]:
     """Returns this rank's index on its node, and the node's number of ranks, by the launcher."""
     if not dist.is_initialized():
         return 0, 1
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _room(folder: str, item: StoredItem, uri: str) -> torch.Tensor:
+def _file_of_item(folder: str, item: StoredItem, uri: str) -> torch.Tensor:
     """Creates a local file to load an item into.
 
     Raises:
@@ -399,8 +400,9 @@ def _room(folder: str, item: StoredItem, uri: str) -> torch.Tensor:
     """
     if item.dtype != "uint8" or item.shape is None or len(item.shape) != 1:
         raise ConfigError(
-            f"{item.name!r} is not a file of a Trainer: load this checkpoint with cloudckpt.load",
+            f"{item.name!r} is not a file that this callback has saved: load the checkpoint with "
+            "cloudckpt.load",
             uri=uri,
             item=item.name,
         )
-    return room_for(folder, item.name, item.nbytes, uri)
+    return map_new_file(folder, item.name, item.nbytes, uri)

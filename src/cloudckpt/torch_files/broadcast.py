@@ -314,7 +314,7 @@ def check_fillable(tensor: torch.Tensor, name: str, uri: str) -> None:
 def _why_not_sent(stored: Any, wants_tensor: bool) -> str:
     """Returns why an entry can't be loaded as it is planned; empty if it can be."""
     if isinstance(stored, torch.Tensor) != wants_tensor:
-        wanted = "a tensor" if wants_tensor else "none"
+        wanted = "a tensor" if wants_tensor else "another kind of value"
         return f"is a {type(stored).__name__}, but the state dict has {wanted} for it"
     if wants_tensor and (
         type(stored) not in PLAIN or stored.is_quantized or stored.layout != torch.strided

@@ -156,10 +156,10 @@ class ObjectFile(io.RawIOBase):
             return
         stop = self._at + view.nbytes
         if self._at < self._first or stop > self._first + self._window.nbytes:
-            self._look(view.nbytes)
+            self._read_window(view.nbytes)
         view[:] = bytes_of(self._window)[self._at - self._first : stop - self._first]
 
-    def _look(self, count: int) -> None:
+    def _read_window(self, count: int) -> None:
         """Reads a new window that has the next ``count`` bytes."""
         end = self._first + self._window.nbytes
         follows = self._first <= self._at <= end + _FIRST_WINDOW

@@ -162,9 +162,7 @@ class FileFolders(VisibleFiles):
         expected: int = 0,
         is_immutable: Callable[[memoryview], bool] = lambda view: False,
     ) -> WrittenFile:
-        """Opens a file in a temporary folder for writing; it appears when it is closed.
-
-        It never appears after an error.
+        """Opens a file in a temporary folder for writing; it appears when closed without an error.
 
         Args:
             key: The key of the file.
@@ -174,7 +172,7 @@ class FileFolders(VisibleFiles):
         Raises:
             ConfigError: If the file is not in a temporary folder: it could not be committed.
         """
-        if (place := self._place(key)) is None:
+        if (place := self._object_key(key)) is None:
             raise ConfigError(
                 "only files of a temporary folder can be written: leave write_to_temp_dir on, and "
                 "give CloudStorageConfig the writer's temp_dir_prefix",
@@ -243,10 +241,9 @@ class FileFolders(VisibleFiles):
             if not is_record_name(info.key):
                 if info.key != inside(folder) + MANIFEST:
                     raise FileExistsError(
-                        f"{self._store.uri(info.key)} was not written by this storage into a "
-                        "temporary folder, and can't be committed with the one that it is in: "
-                        "remove it; if all files are such, give CloudStorageConfig the "
-                        "temp_dir_prefix of the writer"
+                        f"{self._store.uri(info.key)} was not written by this storage, so the "
+                        "folder that contains it can't be committed: remove the file; if all files "
+                        "there are like it, give CloudStorageConfig the writer's temp_dir_prefix"
                     )
             elif name_of_record(info.key)[1] == self._job:
                 records.append(info)
@@ -357,7 +354,7 @@ class FileFolders(VisibleFiles):
 
     # ---- shared
 
-    def _place(self, key: str) -> str | None:
+    def _object_key(self, key: str) -> str | None:
         """Returns a random key for a file in a temporary folder, beneath the folder to commit.
 
         None if neither the folder of the file nor that folder's parent is temporary.

@@ -208,6 +208,6 @@ def _job() -> str:
         return agreed.decode()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-        told = "\n".join(os.environ.get(name, "") for name in names)
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        settings = "\n".join(os.environ.get(name, "") for name in names)
+        return hashlib.sha256(settings.encode()).hexdigest()[:16]
     return _jobs.setdefault(os.getpid(), random_suffix())
