@@ -207,8 +207,8 @@ def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -
     """
     if target is None:
         return source
-    kinds: tuple[type[Any], ...] = (torch.Tensor, dict, type(source))
-    if not isinstance(target, next(kind for kind in kinds if isinstance(source, kind))):
+    types: tuple[type[Any], ...] = (torch.Tensor, dict, type(source))
+    if not isinstance(target, next(one for one in types if isinstance(source, one))):
         raise CheckpointError(
             f"{path} is a {type(target).__name__} in the state dict, but the file has a "
             f"{type(source).__name__} there: put None there to load it as it is",
@@ -237,8 +237,8 @@ def _fill(target: torch.Tensor, source: torch.Tensor, path: str, uri: str) -> No
     for attribute in ("shape", "dtype", "layout"):
         ours, theirs = getattr(target, attribute), getattr(source, attribute)
         if ours != theirs:
-            kind = UnsupportedTensorError if attribute == "layout" else ShapeMismatchError
-            raise kind(
+            error = UnsupportedTensorError if attribute == "layout" else ShapeMismatchError
+            raise error(
                 f"{path} has the {attribute} {theirs} in the file, but {ours} in the state "
                 "dict: put None there to load it as it is",
                 uri=uri,

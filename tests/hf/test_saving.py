@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
 import pytest
@@ -43,19 +42,6 @@ def test_a_small_model_is_one_file_without_an_index(place) -> None:
     assert place.names() == ["model.safetensors"]
     _assert_same(_files(place)[0], state)
     assert not place.unfinished()
-
-
-def test_a_larger_model_has_an_index_that_names_the_file_of_each_tensor(place) -> None:
-    state = full_state()
-    cloudckpt.hf.save(state, place.uri, max_shard_size="2kB", config=place.config)
-    tensors, names = _files(place)
-    _assert_same(tensors, state)
-    index = json.loads(place.read("model.safetensors.index.json"))
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
-    assert index["weight_map"].keys() == state.keys()
-    assert sorted(set(index["weight_map"].values())) == names
-    for name, file in index["weight_map"].items():
-        assert name in safetensors_torch.load(place.read(file))
 
 
 def test_strided_tensors_and_other_types_are_converted_on_the_way(local) -> None:
@@ -184,14 +170,6 @@ def test_torchs_load_begins_from_a_model(local) -> None:
     loaded = {name: torch.zeros_like(tensor) for name, tensor in full_state().items()}
     torch.distributed.checkpoint.load(loaded, storage_reader=local.reader())
     _assert_same(loaded, full_state())
-
-
-def test_a_file_that_the_package_wrote_is_loaded(local) -> None:
-    state = full_state()
-    safetensors_torch.save_file(state, f"{local.path}/adapter.safetensors")
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    cloudckpt.hf.load(loaded, f"{local.uri}/adapter.safetensors", config=local.config)
-    _assert_same(loaded, state)
 
 
 def test_a_model_replaces_another_one_wholly(place) -> None:

@@ -220,14 +220,6 @@ def test_a_file_whose_writing_fails_does_not_appear(files, run):
     assert not files.exists(f"{run}/broken")
 
 
-def test_a_write_that_can_not_be_sent_is_told(s3):
-    files = S3FileSystem(config=s3.config, skip_instance_cache=True)
-    file = files.open("s3://no-such-bucket-at-all/x", "wb")
-    file.write(b"some")
-    with pytest.raises(cloudckpt.errors.StoreError):
-        file.close()
-
-
 def test_modes_that_no_store_has_are_refused(files, run):
     with pytest.raises(NotImplementedError, match="ab"):
         files.open(f"{run}/notes.txt", "ab")

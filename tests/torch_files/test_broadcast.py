@@ -45,50 +45,32 @@ def test_a_load_of_some_ranks_is_refused_on_each_of_them(model, ranks):
     assert [type(error) for error in errors] == [ConfigError, ConfigError, type(None)]
 
 
-def _interrupted(place: Place, rank: int, where: str) -> None:
-    """Has an interrupt come on one rank, with the second tensor."""
-    module, name = {
-        "room": (BroadcastingTorchSaveReader, "_room"),
-        "copying": (broadcast, "copy_into"),
-    }[where]
-    original, calls = getattr(module, name), []
+def _failing(place: Place, at: str, error: type[BaseException]) -> None:
+    """Has an error come on one rank, with the second tensor."""
+    rank, _, where = at.partition(" ")
+    module = BroadcastingTorchSaveReader if where == "_room" else broadcast
+    original, calls = getattr(module, where), []
 
     def second(*args, **options):
         calls.append(1)
         found = original(*args, **options)
-        if dist.get_rank() == rank and len(calls) == 2:
-            raise KeyboardInterrupt
+        if dist.get_rank() == int(rank) and len(calls) == 2:
+            raise error("of one rank")
         return found
 
-    setattr(module, name, second)
-    try:
-        load(place)
-    finally:
-        setattr(module, name, original)
-
-
-@pytest.mark.parametrize("at", ["0 room", "1 copying"])
-def test_an_interrupt_of_one_rank_does_not_leave_the_other_waiting(at, model, ranks):
-    rank, where = int(at[0]), at[2:]
-    errors = ranks.errors(2, _interrupted, model, rank, where)
-    assert type(errors[rank]) is KeyboardInterrupt
-    assert type(errors[1 - rank]) is RanksFailedError
-    assert errors[1 - rank].failures == {rank: "KeyboardInterrupt: "}
-
-
-def _without_memory(place: Place) -> None:
-    def fail(*_):
-        raise MemoryError("none left")
-
     with pytest.MonkeyPatch.context() as patched:
-        if dist.get_rank() == 1:
-            patched.setattr(BroadcastingTorchSaveReader, "_room", fail)
+        patched.setattr(module, where, second)
         load(place)
 
 
-def test_a_rank_without_memory_for_a_tensor_is_told_before_it_is_sent(model, ranks):
-    errors = ranks.errors(2, _without_memory, model)
-    assert all("none left" in str(error) for error in errors)
+@pytest.mark.parametrize("at", ["0 _room", "1 copy_into"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_of_one_rank_does_not_leave_the_other_waiting(at, error, model, ranks):
+    errors = ranks.errors(2, _failing, model, at, error)
+    rank = int(at[0])
+    assert type(errors[rank]) is (error if error is KeyboardInterrupt else RanksFailedError)
+    assert type(errors[1 - rank]) is RanksFailedError
+    assert errors[1 - rank].failures == {rank: f"{error.__name__}: of one rank"}
 
 
 def _told(place: Place) -> tuple[list[tuple[str, int, int]], int]:

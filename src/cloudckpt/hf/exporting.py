@@ -200,11 +200,11 @@ class _Source:
         self.tensors: list[TensorPlan] = []
         for number, name in enumerate(sorted(self.names, key=natural)):
             entry = entries[self.names[name]]
-            kind, box = entry.properties.dtype, tuple((0, size) for size in entry.size)
-            if dtype is not None and kind.is_floating_point:
-                kind = dtype
-            chunk = Chunk(0, number, box, kind)
-            self.tensors.append(TensorPlan(name, kind, tuple(entry.size), [chunk]))
+            stored_dtype, box = entry.properties.dtype, tuple((0, size) for size in entry.size)
+            if dtype is not None and stored_dtype.is_floating_point:
+                stored_dtype = dtype
+            chunk = Chunk(0, number, box, stored_dtype)
+            self.tensors.append(TensorPlan(name, stored_dtype, tuple(entry.size), [chunk]))
         indices = [
             [MetadataIndex(old, chunk.offsets) for chunk in entries[old].chunks]
             for old in (self.names[tensor.name] for tensor in self.tensors)

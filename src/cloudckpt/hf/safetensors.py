@@ -275,9 +275,12 @@ def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
                 f"two tensors are to be written under the name {tensor.name!r}: rename one of them",
                 item=tensor.name,
             )
-        kind, stop = type_name(tensor.dtype, tensor.name), position + tensor.nbytes
-        offsets = [position, stop]
-        entries[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
+        stop = position + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": type_name(tensor.dtype, tensor.name),
+            "shape": list(tensor.shape),
+            "data_offsets": [position, stop],
+        }
         position = stop
     try:
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
@@ -424,7 +427,7 @@ def _is_texts(value: object) -> bool:
 
 def _entry(name: str, entry: Any, first: int, size: int, uri: str) -> TensorEntry:
     try:
-        kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype_name, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]
         is_valid = all(type(n) is int and 0 <= n < 1 << 63 for n in numbers) and (
             len(entry) == 3 and isinstance(shape, list) and len(shape) <= 64
@@ -433,14 +436,14 @@ def _entry(name: str, entry: Any, first: int, size: int, uri: str) -> TensorEntr
         is_valid = False
     _expect(is_valid, f"{name} is not described by dtype, shape and data_offsets")
     _expect(start <= stop <= size - first, f"{name} lies outside of the file")
-    if not isinstance(kind, str) or kind not in _TYPES:
+    if not isinstance(dtype_name, str) or dtype_name not in _TYPES:
         raise UnsupportedTensorError(
-            f"{name} has the unknown element type {kind!r}: read the file with another library, "
-            "and save this tensor with another type",
+            f"{name} has the unknown element type {dtype_name!r}: read the file with another "
+            "library, and save this tensor with another type",
             uri=uri,
             item=name,
         )
-    dtype = _TYPES[kind]
+    dtype = _TYPES[dtype_name]
     strides = math.prod(n for n in shape if n)  # also if the tensor has no elements
     _expect(
         strides * dtype.itemsize < 1 << 63 and math.prod(shape) * dtype.itemsize == stop - start,

@@ -307,8 +307,8 @@ def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
         assert isinstance(tensor, torch.Tensor)
         assert data is not None
         if tensor.numel():
-            place = _memory(tensor) or item.index.fqn  # tied to nothing
-            memory.setdefault(item.index.fqn, []).append((place, data.size, data.chunk.offsets))
+            key = _memory(tensor) or item.index.fqn  # tied to nothing
+            memory.setdefault(item.index.fqn, []).append((key, data.size, data.chunk.offsets))
     first: dict[tuple[Any, ...], str] = {}
     return {
         name: first.setdefault(tuple(memory[name]), name) for name in sorted(memory, key=natural)
@@ -338,39 +338,39 @@ def _tensors(
 ) -> list[TensorPlan]:
     """Collects the tensors of all ranks' plans, in the natural order of their names."""
     chunks: dict[str, list[Chunk]] = {}
-    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    stored_as: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for rank, plan in enumerate(plans):
         for number, item in enumerate(plan.items):
             data, name = item.tensor_data, item.index.fqn
             assert data is not None  # see prepare_local_plan
-            kind = data.properties.dtype
-            if dtype is not None and kind.is_floating_point:
-                kind = dtype
-            type_name(kind, name)
-            found = kinds.setdefault(name, (kind, tuple(data.size)))
-            if found != (kind, tuple(data.size)):
+            stored_dtype = data.properties.dtype
+            if dtype is not None and stored_dtype.is_floating_point:
+                stored_dtype = dtype
+            type_name(stored_dtype, name)
+            found = stored_as.setdefault(name, (stored_dtype, tuple(data.size)))
+            if found != (stored_dtype, tuple(data.size)):
                 raise ShapeMismatchError(
                     f"{name} has a different type or shape on rank {rank} than on a lower rank: "
                     "give it the same on all ranks",
                     item=name,
                 )
             box = tuple(zip(data.chunk.offsets, data.chunk.sizes, strict=True))
-            chunks.setdefault(name, []).append(Chunk(rank, number, box, kind))
-    for name, (kind, shape) in kinds.items():
-        there = sum(chunk.nbytes for chunk in chunks[name]) // kind.itemsize
-        if there != math.prod(shape) or not are_apart([chunk.box for chunk in chunks[name]]):
+            chunks.setdefault(name, []).append(Chunk(rank, number, box, stored_dtype))
+    for name, (stored_dtype, shape) in stored_as.items():
+        elements = sum(chunk.nbytes for chunk in chunks[name]) // stored_dtype.itemsize
+        if elements != math.prod(shape) or not are_apart([chunk.box for chunk in chunks[name]]):
             raise IncompleteSaveError(
-                f"the shards of {name} do not make up the tensor: they have {there} elements, and "
-                f"it has {math.prod(shape)}. Save on all ranks that have parts of it, and each "
-                "part once",
+                f"the shards of {name} do not make up the tensor: they have {elements} elements, "
+                f"and it has {math.prod(shape)}. Save on all ranks that have parts of it, and "
+                "each part once",
                 item=name,
             )
     aliases: dict[str, list[str]] = {}
     for name, first in ties.items():
         aliases.setdefault(first, []).append(name)
     return [
-        TensorPlan(name, *kinds[name], chunks[name], aliases.get(name, ()))
-        for name in sorted(kinds.keys() - ties.keys(), key=natural)
+        TensorPlan(name, *stored_as[name], chunks[name], aliases.get(name, ()))
+        for name in sorted(stored_as.keys() - ties.keys(), key=natural)
     ]
 
 

@@ -94,20 +94,20 @@ def save_state(
             not end in the name of a step.
         CloudCheckpointError: The errors of :func:`cloudckpt.save`.
     """
-    place, config = CheckpointURI.parse(uri), config or chosen_config() or Config()
+    location, config = CheckpointURI.parse(uri), config or chosen_config() or Config()
     retention = Retention(max_to_keep=max_to_keep)
-    step = StepNames(DEFAULT_PATTERN).step(place.folder)
+    step = StepNames(DEFAULT_PATTERN).step(location.folder)
     if max_to_keep is not None and step is None:
         raise ConfigError(
             "max_to_keep= needs a location whose name ends in a step, such as step-10",
-            uri=str(place),
+            uri=str(location),
         )
     meeting, saves = Meeting.of(None, False), _saves_of(accelerator, config)
     with contextlib.ExitStack() as stack:
         folder = _own_folder(meeting, stack)
 
         def collect() -> dict[str, Any]:
-            state = _parts(accelerator, str(place)).state_dicts()
+            state = _parts(accelerator, str(location)).state_dicts()
             taken = _call_hooks(accelerator, state, folder)
             _write_small_files(accelerator, folder)
             return {name: value for name, value in state.items() if name not in taken}
@@ -115,9 +115,9 @@ def save_state(
         state = meeting.begin(collect)
         files, own = map_files_of_ranks(folder, meeting)
         state |= {OF_RANKS: per_rank(pickle_values(own))} | ({_FILES: files} if files else {})
-        saves.save(state, str(place))
+        saves.save(state, str(location))
     if meeting.rank == 0 and step is not None:
-        saves.prune_run(Run(place.parent, config=config), retention)
+        saves.prune_run(Run(location.parent, config=config), retention)
 
 
 def load_state(
@@ -143,49 +143,49 @@ def load_state(
             than models.
         CloudCheckpointError: The errors of :func:`cloudckpt.load`.
     """
-    place, config = str(CheckpointURI.parse(uri)), config or chosen_config() or Config()
+    location, config = str(CheckpointURI.parse(uri)), config or chosen_config() or Config()
     meeting = Meeting.of(None, False)
     sizes = meeting.broadcast_from_first(
-        lambda: {one.name: one.nbytes for one in inspect_checkpoint(place, config=config).items}
+        lambda: {one.name: one.nbytes for one in inspect_checkpoint(location, config=config).items}
     )
     hooks = list(accelerator._load_model_state_pre_hook.values())
-    there = {name.partition(".")[0] for name in sizes}
+    saved_names = {name.partition(".")[0] for name in sizes}
     below = f"{_FILES}."
     with contextlib.ExitStack() as stack:
         folder = _own_folder(meeting, stack)
 
         def prepare() -> tuple[Parts, dict[str, torch.Tensor]]:
             rooms = {
-                (name := item.removeprefix(below)): map_new_file(folder, name, nbytes, place)
+                (name := item.removeprefix(below)): map_new_file(folder, name, nbytes, location)
                 for item, nbytes in sizes.items()
                 if item.startswith(below)
             }
             # with hooks, models that are not in the checkpoint are loaded by the hooks
-            return _parts(accelerator, place, there if hooks else None), rooms
+            return _parts(accelerator, location, saved_names if hooks else None), rooms
 
         parts, rooms = meeting.begin(prepare)
         own: PerRank[Any] = per_rank(None)
-        parts.load(place, config, others={_FILES: rooms, OF_RANKS: own})
+        parts.load(location, config, others={_FILES: rooms, OF_RANKS: own})
 
         def load_files() -> None:
-            _write_files_of_rank(own, folder, place, meeting.rank)
+            _write_files_of_rank(own, folder, location, meeting.rank)
             left = [] if _is_fsdp(accelerator) else list(accelerator._models)
             for hook in hooks:
                 hook(left, folder)
             for index, model in enumerate(accelerator._models):
-                if f"model_{index}" not in there and any(one is model for one in left):
+                if f"model_{index}" not in saved_names and any(other is model for other in left):
                     raise MissingKeyError(
                         f"model_{index} is not in the checkpoint, and no hook loaded it: "
                         "prepare the models that were saved",
-                        uri=place,
+                        uri=location,
                         item=f"model_{index}",
                     )
-            _read_small_files(accelerator, folder, place)
+            _read_small_files(accelerator, folder, location)
 
         meeting.begin(load_files, during="while it was loaded")
     # a rank that did not exist at the save has no file that contains the step
     accelerator.step = meeting.broadcast_from_first(lambda: accelerator.step)
-    _saves_of(accelerator, config).resumed(place)
+    _saves_of(accelerator, config).resumed(location)
 
 
 def _saves_of(accelerator: Any, config: Config) -> Saves:
@@ -203,8 +203,8 @@ def _call_hooks(accelerator: Any, state: dict[str, Any], folder: str) -> set[str
     left = list(models.values())
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, left, folder)
-    remaining = {id(one) for one in left}
-    return {name for name, one in models.items() if id(one) not in remaining}
+    remaining = {id(weights) for weights in left}
+    return {name for name, weights in models.items() if id(weights) not in remaining}
 
 
 def _write_small_files(accelerator: Any, folder: str) -> None:
@@ -222,8 +222,8 @@ def _write_small_files(accelerator: Any, folder: str) -> None:
         save_on_each_node=on_each_node,
     )
     # Accelerate writes registered objects on the first rank only; here each rank writes its own
-    for index, one in enumerate(accelerator._custom_objects):
-        torch.save(one.state_dict(), os.path.join(folder, f"custom_checkpoint_{index}.pkl"))
+    for index, value in enumerate(accelerator._custom_objects):
+        torch.save(value.state_dict(), os.path.join(folder, f"custom_checkpoint_{index}.pkl"))
 
 
 def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
@@ -240,7 +240,7 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
             "are registered now: register the same",
             uri=uri,
         )
-    found = load_accelerator_state(
+    loaded = load_accelerator_state(
         folder,
         [],
         [],
@@ -250,13 +250,13 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
         accelerator.scaler,
         "cpu",
     )
-    accelerator.step = found.get("step", accelerator.step)
-    for index, one in enumerate(objects):
-        load_custom_state(one, folder, index)
+    accelerator.step = loaded.get("step", accelerator.step)
+    for index, value in enumerate(objects):
+        load_custom_state(value, folder, index)
 
 
-def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
-    """Returns the accelerator's models and optimizers; with ``there``, only the models named there.
+def _parts(accelerator: Any, uri: str, only: set[str] | None = None) -> Parts:
+    """Returns the accelerator's models and optimizers; with ``only``, the models of these names.
 
     Raises:
         ConfigError: If DeepSpeed or Megatron-LM hold them, or optimizers outnumber models.
@@ -277,7 +277,7 @@ def _parts(accelerator: Any, uri: str, there: set[str] | None = None) -> Parts:
     named = {f"model_{index}": model for index, model in enumerate(models)}
     pairs = zip(models, optimizers, strict=False)
     return Parts(
-        {name: model for name, model in named.items() if there is None or name in there},
+        {name: model for name, model in named.items() if only is None or name in only},
         {
             f"optimizer_{index}": (model, optimizer.optimizer)
             for index, (model, optimizer) in enumerate(pairs)

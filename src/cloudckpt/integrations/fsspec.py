@@ -375,7 +375,7 @@ def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:
 
 # ---- registration
 
-_OURS = {kind.scheme: kind for kind in (S3FileSystem, GCSFileSystem, AzureFileSystem)}
+_OURS = {served.scheme: served for served in (S3FileSystem, GCSFileSystem, AzureFileSystem)}
 _registered: Config | None = None
 
 

@@ -58,11 +58,11 @@ def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
     Raises:
         InvalidURIError: If ``uri`` is not in a cloud: pass the path to Ray instead.
     """
-    place = CheckpointURI.parse(uri)
-    if not place.is_cloud:
-        raise InvalidURIError(f"{place} is not in a cloud: pass it to RunConfig as storage_path")
-    files = PyFileSystem(FSSpecHandler(file_system(place.scheme, config)))
-    path = str(place).partition("://")[2]
+    location = CheckpointURI.parse(uri)
+    if not location.is_cloud:
+        raise InvalidURIError(f"{location} is not in a cloud: pass it to RunConfig as storage_path")
+    files = PyFileSystem(FSSpecHandler(file_system(location.scheme, config)))
+    path = str(location).partition("://")[2]
     return {"storage_path": path, "storage_filesystem": files}
 
 
@@ -72,8 +72,8 @@ def run_uri() -> str:
     Raises:
         ConfigError: If the run's ``storage_path`` is neither in a cloud nor on a mounted disk.
     """
-    place = _storage()
-    return _uri(place.storage_filesystem, place.experiment_fs_path)
+    context = _storage()
+    return _uri(context.storage_filesystem, context.experiment_fs_path)
 
 
 def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
@@ -178,10 +178,12 @@ def _uri(files: Any, path: str) -> str:
     Raises:
         ConfigError: If cloudckpt has no store for that file system.
     """
-    kind = str(files.type_name)
-    scheme = kind.removeprefix(_OURS) if kind.startswith(_OURS) else _SCHEMES.get(kind)
+    type_name = str(files.type_name)
+    is_ours = type_name.startswith(_OURS)
+    scheme = type_name.removeprefix(_OURS) if is_ours else _SCHEMES.get(type_name)
     if scheme not in _SCHEMES.values():
         raise ConfigError(
-            f"{path} is on a file system of type {kind!r}, which cloudckpt does not support"
+            f"{path} is on a file system of type {type_name!r}, which cloudckpt does not "
+            "support: store the run on S3, Google Cloud Storage, Azure or a mounted disk"
         )
     return str(CheckpointURI.parse(f"{scheme}://{path}"))

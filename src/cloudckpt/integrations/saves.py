@@ -24,7 +24,6 @@ from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpointer import (
     Checkpointer,
     CheckpointerConfig,
-    SaveFuture,
     make_async_checkpointer,
     make_sync_checkpointer,
 )
@@ -84,7 +83,7 @@ class Saves:
         self._resumed: dict[CheckpointURI, int] = {}  # the step of each run that was loaded
         self._checkpointer: Checkpointer | None = None
         self._saves_into: OwnLine | None = None  # the run that the checkpointer saves into
-        self._written: SaveFuture | None = None  # the last background save
+        self._after_commit: list[Callable[[], object]] = []
 
     def configure(self, config: Config) -> None:
         """Uses other options for the next saves and loads."""
@@ -94,18 +93,17 @@ class Saves:
 
     # ---- resuming
 
-    def restore_newest(self, run: Run, load: Callable[[int], object]) -> int | None:
-        """Loads the newest intact step of a run's training, and makes later saves continue it.
+    def restore(self, run: Run, step: int | None, load: Callable[[int], object]) -> None:
+        """Loads a step of a run, and makes later saves continue it.
 
         Args:
             run: The run.
+            step: The step; None for the newest intact one of the run's training, if it has any.
             load: Loads a step; called on all ranks.
 
-        Returns:
-            The step that was loaded; None if the run has none.
-
         Raises:
-            CheckpointCorruptError: If all steps are damaged.
+            CheckpointNotFoundError: If ``step`` is not committed.
+            CheckpointCorruptError: If the step is damaged; without ``step``, if all are.
             CloudCheckpointError: The other errors of ``load``.
         """
         line = self._line_of(run)
@@ -114,22 +112,10 @@ class Saves:
             load(step)
             self._continue_from(line, step, notes)
 
-        step = restore_newest(run, self._meeting, line, None, load_step)
-        if step is None:
+        if step is not None:
+            load_step(step, self._meeting.broadcast_from_first(lambda: notes_to_restore(run, step)))
+        elif restore_newest(run, self._meeting, line, None, load_step) is None:
             line.go_on_from(None, None)
-        return step
-
-    def restore(self, run: Run, step: int, load: Callable[[int], object]) -> None:
-        """Loads a step of a run, and makes later saves continue it.
-
-        Raises:
-            CheckpointNotFoundError: If the step is not committed.
-            CloudCheckpointError: The errors of ``load``.
-        """
-        line = self._line_of(run)
-        notes = self._meeting.broadcast_from_first(lambda: notes_to_restore(run, step))
-        load(step)
-        self._continue_from(line, step, notes)
 
     def resumed(self, uri: str) -> None:
         """Makes later saves continue a checkpoint that the framework has loaded.
@@ -139,17 +125,17 @@ class Saves:
         Raises:
             CloudCheckpointError: If the notes of the checkpoint can't be read.
         """
-        place = CheckpointURI.parse(uri)
-        run = Run(place.parent, step_name=self._step_name, config=self._options.config)
+        location = CheckpointURI.parse(uri)
+        run = Run(location.parent, step_name=self._step_name, config=self._options.config)
 
         def read() -> Notes | None:
             try:
-                return read_notes(run.store, place, run.retrier)
+                return read_notes(run.store, location, run.retrier)
             except CheckpointNotFoundError:
                 return None
 
         notes = self._meeting.broadcast_from_first(read)
-        step = run.names.step(place.folder)
+        step = run.names.step(location.folder)
         if step is None and notes is not None and notes.job:  # a copy of a step, such as "last"
             step = notes.step
         if notes is not None and step is not None:
@@ -184,9 +170,9 @@ class Saves:
                 one.
         """
         self.finish()
-        place = CheckpointURI.parse(uri)
-        run = Run(place.parent, step_name=self._step_name, config=self._options.config)
-        named = run.names.step(place.folder)
+        location = CheckpointURI.parse(uri)
+        run = Run(location.parent, step_name=self._step_name, config=self._options.config)
+        named = run.names.step(location.folder)
         line = self._lines.get(run.root) if named is None else self._line_of(run)
         more: dict[str, Any] = {}
         if line is not None:
@@ -195,8 +181,7 @@ class Saves:
                 step=step if named is None else named, job=job, continues=continues
             )
             more["base"], line.base = line.base, None
-        futures = self._checkpointer_for(line).save(uri, state, **more)
-        self._written = None if futures is None else futures[1]
+        self._checkpointer_for(line).save(uri, state, **more)
 
     def _checkpointer_for(self, line: OwnLine | None) -> Checkpointer:
         """Returns the checkpointer that checks a line's claim before each commit."""
@@ -209,16 +194,15 @@ class Saves:
         return self._checkpointer
 
     def then(self, act: Callable[[], object]) -> None:
-        """Calls ``act`` when the last save is committed: now, or in the thread that saves.
+        """Calls ``act`` when the last save is committed: now, or in a later call of this object.
 
-        If the save fails, ``act`` is not called.
+        It is called in the thread of the training, so that a framework never lists files while
+        ``act`` deletes them. If the save fails, ``act`` is not called.
         """
-        if self._written is None:
-            act()
+        if self.asynchronous and self._checkpointer is not None:
+            self._after_commit.append(act)
         else:
-            self._written.add_done_callback(
-                lambda written: act() if written.exception() is None else None
-            )
+            act()
 
     def finish(self) -> None:
         """Waits until the last save is committed.
@@ -226,8 +210,11 @@ class Saves:
         Raises:
             CloudCheckpointError: If the save failed; raised on all ranks.
         """
+        acts, self._after_commit = self._after_commit, []
         if self._checkpointer is not None:
             self._checkpointer.wait()
+        for act in acts:
+            act()
 
     def close(self) -> None:
         """Waits until the last save is committed, and releases threads and memory.
@@ -261,9 +248,9 @@ class Saves:
 
         def act() -> None:
             try:
-                place = CheckpointURI.parse(uri)
+                location = CheckpointURI.parse(uri)
                 with contextlib.suppress(CheckpointNotFoundError):
-                    delete_at(place, self._options.config, self._check_of(place.parent))
+                    delete_at(location, self._options.config, self._check_of(location.parent))
             except CloudCheckpointError as error:
                 logger.error("%s, or some of its data, could not be deleted: %s", uri, error)
 

@@ -128,7 +128,7 @@ class Parts:
             MissingKeyError: If ``strict``, and the checkpoint lacks a model or an optimizer.
             CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
-        there = Meeting.of(None, False).broadcast_from_first(
+        saved = Meeting.of(None, False).broadcast_from_first(
             lambda: {item.name for item in inspect(uri, config=config).items}
         )
         wanted: dict[str, Any] = {
@@ -137,16 +137,15 @@ class Parts:
         optimizers = {
             name: pair
             for name, pair in self._optimizers.items()
-            if strict or _names_below(f"{name}.", there)
+            if strict or _names_below(f"{name}.", saved)
         }
         for name, (model, optimizer) in optimizers.items():
-            wanted[name] = _optimizer_state_to_load(
-                model, optimizer, _names_below(f"{name}.state.", there)
-            )
+            own = _names_below(f"{name}.state.", saved)
+            wanted[name] = _optimizer_state_to_load(model, optimizer, own)
         more = {
             name: value
             for name, value in others.items()
-            if name in there or _names_below(f"{name}.", there)
+            if name in saved or _names_below(f"{name}.", saved)
         }
         options = CheckpointerConfig(config=config, trust_pickle=trust_pickle)
         with make_sync_checkpointer(options) as checkpointer:
@@ -177,7 +176,7 @@ def _optimizer_state_to_load(
         for count in range(1, len(names))
     }
     states: Any = found["state"]
-    found["state"] = {name: one for name, one in states.items() if name in has_state}
+    found["state"] = {name: state for name, state in states.items() if name in has_state}
     return found
 
 
@@ -203,21 +202,21 @@ def _without_new_states(optimizer: Optimizer) -> Iterator[None]:
 def _with_all_states(optimizer: Optimizer) -> Iterator[None]:
     """Makes torch create the states of all parameters, if any is missing; restores gradients."""
     parameters = _parameters(optimizer)
-    if any(one.requires_grad and one not in optimizer.state for one in parameters):
+    if any(tensor.requires_grad and tensor not in optimizer.state for tensor in parameters):
         optimizer.state.clear()
-    gradients = [one.grad for one in parameters]
-    for one in parameters:
-        one.grad = None
+    gradients = [tensor.grad for tensor in parameters]
+    for tensor in parameters:
+        tensor.grad = None
     try:
         yield
     finally:
-        for one, gradient in zip(parameters, gradients, strict=True):
-            one.grad = gradient
+        for tensor, gradient in zip(parameters, gradients, strict=True):
+            tensor.grad = gradient
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     """Returns all parameters of an optimizer."""
-    return [one for group in optimizer.param_groups for one in group["params"]]
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def _names_below(prefix: str, names: Collection[str]) -> set[str]:
@@ -234,8 +233,8 @@ def random_state() -> dict[str, Any]:
     if (device := _device()) is not None:
         state["device"] = device.get_rng_state()
     if (numpy := _numpy()) is not None:
-        kind, keys, *rest = numpy.get_state()
-        state["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+        algorithm, keys, *rest = numpy.get_state()
+        state["numpy"] = (algorithm, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
 
@@ -246,8 +245,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if "device" in state and (device := _device()) is not None:
         device.set_rng_state(state["device"])
     if "numpy" in state and (numpy := _numpy()) is not None:
-        kind, keys, *rest = state["numpy"]
-        numpy.set_state((kind, keys.numpy().astype("uint32"), *rest))
+        algorithm, keys, *rest = state["numpy"]
+        numpy.set_state((algorithm, keys.numpy().astype("uint32"), *rest))
 
 
 def entries_of_rank(state: Mapping[str, Any]) -> dict[str, PerRank[Any]]:
@@ -272,8 +271,8 @@ def unpickle_values(buffer: io.BytesIO, weights_only: bool | None = None) -> dic
 
 def _device() -> Any:
     """Returns the accelerator's module, such as ``torch.cuda``; None if it is not initialized."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    module = None if kind is None else torch.get_device_module(kind)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = None if device is None else torch.get_device_module(device)
     return module if module is not None and module.is_initialized() else None
 
 

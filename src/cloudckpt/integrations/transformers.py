@@ -206,10 +206,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         def load(step: int) -> None:
             folders.append(self._download(meeting, step))
 
-        if step is None:
-            self._saves.restore_newest(self._run, load)
-        else:
-            self._saves.restore(self._run, step, load)
+        self._saves.restore(self._run, step, load)
         self._was_restored = bool(folders)
         return folders[-1] if folders else None
 

@@ -168,22 +168,22 @@ class BroadcastingTorchSaveReader(OurReader):
             state = load_torch_file(self._uri, self.config, stats, trust_pickle=self.trust_pickle)
             self.transferred = stats.snapshot()
             self._content = _by_name(state, str(self._uri))
-            kinds = {item.storage_index.fqn: item.type for plan in plans for item in plan.items}
-            script = self._script(kinds, len(plans))
+            types = {item.storage_index.fqn: item.type for plan in plans for item in plan.items}
+            script = self._script(types, len(plans))
         return [dataclasses.replace(plan, storage_data=script) for plan in plans]
 
-    def _script(self, kinds: Mapping[str, LoadItemType], world: int) -> _Script:
+    def _script(self, types: Mapping[str, LoadItemType], world: int) -> _Script:
         script = _Script({}, {}, world)
-        if missing := [fqn for fqn in kinds if fqn not in self._content]:
+        if missing := [fqn for fqn in types if fqn not in self._content]:
             raise MissingKeyError(
                 f"the file lacks {len(missing)} keys of the state dict, the first: {missing[:5]}. "
                 f"It has {list(self._content)[:5]}…; remove the missing keys from the state dict",
                 uri=self.checkpoint_id,
                 item=missing[0],
             )
-        for fqn, kind in kinds.items():
+        for fqn, item_type in types.items():
             stored = self._content[fqn]
-            if why := _why_not_sent(stored, kind != LoadItemType.BYTE_IO):
+            if why := _why_not_sent(stored, item_type != LoadItemType.BYTE_IO):
                 raise UnsupportedTensorError(
                     f"{fqn} in the file {why}", uri=self.checkpoint_id, item=fqn
                 )

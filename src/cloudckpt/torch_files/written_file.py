@@ -193,7 +193,7 @@ class WrittenFile(io.BufferedIOBase):
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:

@@ -124,27 +124,23 @@ class FileFolders(VisibleFiles):
         return retry_if_replaced(lambda: self._opened(key))
 
     def _opened(self, key: str) -> io.RawIOBase:
-        found, uri, config = self.existing(key), self._store.uri(key), self._config
+        file, uri, config = self.existing(key), self._store.uri(key), self._config
         try:
             stats = TransferStats(uri)
-            pinned = PinnedObject(self._store, found.key, config, stats, found.blocks)
+            pinned = PinnedObject(self._store, file.key, config, stats, file.blocks)
+            if file.blocks is None or pinned.info.size == file.size:
+                return ObjectFile(pinned, config)
+            problem = f"has {pinned.info.size} bytes instead of {file.size}"
         except ObjectNotFoundError as error:
-            if self.find(key) != found:
+            if self.find(key) != file:
                 raise CheckpointReplacedError(
                     "the folder was replaced or removed while it was read: read it again", uri=uri
                 ) from error
-            raise CheckpointCorruptError(
-                "the object of the file no longer exists: restore it, or load an older checkpoint",
-                uri=self._store.uri(found.key),
-                cause=error,
-            ) from error
-        if pinned.info.size != found.size and found.blocks is not None:
-            raise CheckpointCorruptError(
-                f"the object of the file has {pinned.info.size} bytes instead of {found.size}: "
-                "restore it, or load an older checkpoint",
-                uri=self._store.uri(found.key),
-            )
-        return ObjectFile(pinned, config)
+            problem = "no longer exists"
+        raise CheckpointCorruptError(
+            f"the object of the file {problem}: restore it, or load an older checkpoint",
+            uri=self._store.uri(file.key),
+        )
 
     def read(self, key: str) -> bytes:
         """Reads a whole file; its errors are those of :meth:`opened`."""
@@ -172,7 +168,7 @@ class FileFolders(VisibleFiles):
         Raises:
             ConfigError: If the file is not in a temporary folder: it could not be committed.
         """
-        if (place := self._object_key(key)) is None:
+        if (object_key := self._object_key(key)) is None:
             raise ConfigError(
                 "only files of a temporary folder can be written: leave write_to_temp_dir on, and "
                 "give CloudStorageConfig the writer's temp_dir_prefix",
@@ -180,7 +176,7 @@ class FileFolders(VisibleFiles):
             )
         return RecordedFile(
             self._store,
-            place,
+            object_key,
             self._config,
             record=record_name(key, self._job),
             expected=expected,
@@ -391,12 +387,12 @@ class RecordedFile(WrittenFile):
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         torch.serialization.set_crc32_options(self._before)
-        super().__exit__(kind, error, trace)
+        super().__exit__(error_type, error, trace)
 
     def close(self) -> None:
         """Completes the object, and writes the record, which makes the file visible to the job.

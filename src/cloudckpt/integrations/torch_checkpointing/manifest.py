@@ -150,13 +150,13 @@ def _sealed(content: dict[str, Any]) -> bytes:
     return sealed(json.dumps(content, separators=(",", ":")).encode())
 
 
-def _opened(data: bytes | bytearray, kind: str, uri: str) -> dict[str, Any]:
+def _opened(data: bytes | bytearray, expected: str, uri: str) -> dict[str, Any]:
     """Parses a manifest or a record, and checks its format and version."""
     line = unsealed(data, uri)
     try:
         content = json.loads(line)
-        if content["format"] != kind:
-            raise ValueError(f"the format is not {kind!r}")
+        if content["format"] != expected:
+            raise ValueError(f"the format is not {expected!r}")
         version = content["version"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointCorruptError(
