@@ -100,14 +100,14 @@ class ModelCommit:
         uri: CheckpointURI,
         config: Config,
         files: Sequence[FilePlan],
-        there: Mapping[str, ObjectInfo],
+        older: Mapping[str, ObjectInfo],
     ) -> None:
         """
         Args:
             uri: The folder of the model.
             config: Options.
             files: The files of the new model.
-            there: The result of :func:`find_older_model` when the save began.
+            older: The result of :func:`find_older_model` when the save began.
         """
         self._uri = uri
         self._config = config
@@ -115,11 +115,11 @@ class ModelCommit:
         self._has_index = [file.name for file in files] != [SINGLE_FILE]
         self._store: ObjectStore = open_store(uri, config)
         self._retrier = Retrier(config.retry)
-        self._there = dict(there)
+        self._older = dict(older)
         self._begun: list[FileUpload] = []
         self._claim: ObjectInfo | None = None
         self._conditional = True
-        self._may_be_there = False  # whether the model may be visible: the last step was sent
+        self._may_be_visible = False  # whether the model may be visible: the last step was sent
 
     def begin(self, part_sizes: Sequence[int]) -> list[Upload]:
         """Checks that an existing model may be replaced, and begins the files' uploads.
@@ -132,7 +132,7 @@ class ModelCommit:
         Raises:
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
         """
-        if self._there and not self._config.overwrite:
+        if self._older and not self._config.overwrite:
             raise CheckpointExistsError(
                 "a model, or some of its files, already exist here and overwrite is off: delete "
                 "them, or save to another location",
@@ -151,7 +151,7 @@ class ModelCommit:
                 self._retrier,
                 TransferStats(),
                 # an old file of a model of one file is replaced, and not deleted before
-                create_only=self._conditional and (self._has_index or file.name not in self._there),
+                create_only=self._conditional and (self._has_index or file.name not in self._older),
             )
             for file, size in zip(self._files, part_sizes, strict=True)
         ]
@@ -184,7 +184,7 @@ class ModelCommit:
             self.abandon()
             raise conflict(str(self._uri), error) from error
         except BaseException:
-            if not self._may_be_there:
+            if not self._may_be_visible:
                 self.abandon()
             raise
         finally:
@@ -193,7 +193,7 @@ class ModelCommit:
 
     def _retire_old_model(self) -> None:
         """Claims the index, and deletes the files of the old model."""
-        before = self._there.pop(INDEX, None)
+        before = self._older.pop(INDEX, None)
         self._claim = put_whole(
             self._store,
             self._uri.key(INDEX),
@@ -202,11 +202,11 @@ class ModelCommit:
             if_absent=self._conditional and before is None,
             if_version=before.version if self._conditional and before is not None else None,
         )
-        self._delete(self._there.values())
+        self._delete(self._older.values())
 
     def _commit_with_index(self, parts: Sequence[Sequence[Part]]) -> None:
         """Commits a model that needs an index."""
-        is_new = not self._there
+        is_new = not self._older
         self._retire_old_model()
         assert self._claim is not None
         self._each([*zip(self._begun, parts, strict=True)], lambda one: one[0].appear(one[1]))
@@ -217,23 +217,23 @@ class ModelCommit:
         body = [memoryview(index_bytes(self._files, random_suffix()))]
         baseline = Baseline(self._claim.key, self._claim.version)
         conditional = self._conditional
-        self._may_be_there = True
+        self._may_be_visible = True
         try:
             commit(self._store, baseline, body, conditional=conditional, retrier=self._retrier)
         except (CheckpointConflictError, StoreError):
-            self._may_be_there = False  # only these two errors are certain
+            self._may_be_visible = False  # only these two errors are certain
             raise
 
     def _commit_alone(self, parts: Sequence[Part]) -> None:
         """Commits a model of one file without index."""
-        old = self._there.pop(SINGLE_FILE, None)
-        if self._there:
+        old = self._older.pop(SINGLE_FILE, None)
+        if self._older:
             self._retire_old_model()
             assert self._claim is not None
             self._delete([self._claim])
         (only,) = self._begun
         self._expect(only.key, old)  # not all stores complete uploads on conditions
-        self._may_be_there = True
+        self._may_be_visible = True
         try:
             only.appear(parts)
             self._expect(self._uri.key(INDEX), None)
@@ -241,7 +241,7 @@ class ModelCommit:
             refused = isinstance(error, PreconditionFailedError)
             if only.info is None:
                 refused = not only.is_doubtful and (refused or error.certain)
-                self._may_be_there = not refused
+                self._may_be_visible = not refused
             if refused:
                 raise
             raise CommitUnknownError(
@@ -271,19 +271,19 @@ class ModelCommit:
 
     def _expect(self, key: str, expected: ObjectInfo | None) -> None:
         """Raises PreconditionFailedError if another writer has changed an object meanwhile."""
-        found = None
+        current = None
         with contextlib.suppress(ObjectNotFoundError):
-            found = self._retrier.call(lambda: self._store.head(key))
-        if found != expected:
+            current = self._retrier.call(lambda: self._store.head(key))
+        if current != expected:
             raise PreconditionFailedError(
                 "another writer has changed, made or deleted this object since the save began",
                 uri=self._store.uri(key),
                 certain=True,
             )
 
-    def _delete(self, found: Iterable[ObjectInfo]) -> None:
+    def _delete(self, infos: Iterable[ObjectInfo]) -> None:
         """Deletes objects that nobody has replaced; first the file that readers open first."""
-        ordered = sorted(found, key=lambda info: info.key != self._uri.key(SINGLE_FILE))
+        ordered = sorted(infos, key=lambda info: info.key != self._uri.key(SINGLE_FILE))
         delete = functools.partial(self._delete_one, retrier=self._retrier)
         self._each(ordered[:1], delete)
         self._each(ordered[1:], delete)
@@ -323,18 +323,18 @@ def find_older_model(view: View) -> dict[str, ObjectInfo]:
     """
     uri = view.location
     below = uri.key("")
-    found: dict[str, ObjectInfo] = {}
+    files: dict[str, ObjectInfo] = {}
     for prefix in (SINGLE_FILE, "model-"):  # the index before the files that it names
         for info in view.objects(below + prefix):
             name = info.key.removeprefix(below)
             if name == INDEX or _is_usual(name):
-                found[name] = info
-    if INDEX in found:
-        for name in set(_named_by(view)) - found.keys():
+                files[name] = info
+    if INDEX in files:
+        for name in set(_named_by(view)) - files.keys():
             if not _is_usual(name):
                 with contextlib.suppress(ObjectNotFoundError):
-                    found[name] = view.look(uri.key(name))
-    return found
+                    files[name] = view.look(uri.key(name))
+    return files
 
 
 def _is_usual(name: str) -> bool:

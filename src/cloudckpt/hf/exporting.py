@@ -120,16 +120,16 @@ def export_checkpoint(
     checkpoint, uri = CheckpointURI.parse(source), model_location(target)
     if checkpoint == uri:
         raise InvalidURIError(f"{uri} is both the source and the target: choose another target")
-    there = find_older_model(View(uri, config))
-    found = _Source(checkpoint, config, key_mapping, dtype)
-    files = plan_files(found.tensors, bytes_of_size(max_shard_size), fqn_to_file)
+    older = find_older_model(View(uri, config))
+    origin = _Source(checkpoint, config, key_mapping, dtype)
+    files = plan_files(origin.tensors, bytes_of_size(max_shard_size), fqn_to_file)
     size = sum(file.size for file in files)
     stats = TransferStats(str(uri), 0, size)
     store = open_store(uri, config)
     limits = store.capabilities
 
     def build(sizes: Sequence[int], fill: Callable[[Sequence[Upload]], list[list[Part]]]) -> None:
-        commit = ModelCommit(uri, config, files, there)
+        commit = ModelCommit(uri, config, files, older)
         try:
             parts = fill(commit.begin(sizes))
         except BaseException:
@@ -139,14 +139,14 @@ def export_checkpoint(
 
     def send() -> None:
         sizes, (work,) = plan_work(files, 1, config, limits, by_position=not uri.is_cloud)
-        load = _load_by_file(files, found)
+        load = _load_by_file(files, origin)
         build(sizes, lambda uploads: send_work(work, uploads, load, store, config, stats, None))
 
     can_copy = uri.is_cloud and limits.copies_parts and not limits.equal_parts
-    if can_copy and None not in found.stored.values() and store.copies_from(found.store):
+    if can_copy and None not in origin.stored.values() and store.copies_from(origin.store):
         sizes = [least_part(file.size, limits) for file in files]
         try:
-            build(sizes, lambda uploads: _copied(files, uploads, found, store, config, stats))
+            build(sizes, lambda uploads: _copied(files, uploads, origin, store, config, stats))
         except InvalidRequestError as error:  # some servers need equal parts, or can't copy ranges
             logger.warning(
                 "the store can't copy this by itself, so the bytes pass through this machine: %s",
@@ -156,7 +156,7 @@ def export_checkpoint(
     else:
         send()
     moved = stats.snapshot().nbytes
-    return Exported([file.name for file in files], size, moved, found.left_out)
+    return Exported([file.name for file in files], size, moved, origin.left_out)
 
 
 class _Source:
@@ -221,15 +221,15 @@ def _in_order(
     tensor: TensorPlan, chunks: Iterable[tuple[tuple[int, ...], StoredTensor | None]]
 ) -> list[StoredBytes] | None:
     """Returns the bytes of chunks, each with its offsets; None unless they are rows in order."""
-    rows, found = 0, list[StoredBytes]()
+    rows, elements = 0, list[StoredBytes]()
     for begin, stored in sorted(chunks, key=lambda chunk: chunk[0]):
         if stored is None or stored.dtype != tensor.dtype or any(begin[1:]):
             return None
         if stored.shape[1:] != tensor.shape[1:] or begin[:1] != (rows,)[: len(begin)]:
             return None
-        found.append(stored.elements)
+        elements.append(stored.elements)
         rows += stored.shape[0] if stored.shape else 1
-    return found if rows == (tensor.shape[0] if tensor.shape else 1) else None
+    return elements if rows == (tensor.shape[0] if tensor.shape else 1) else None
 
 
 def _load_by_file(files: Sequence[FilePlan], source: _Source) -> Callable[[int], torch.Tensor]:
@@ -263,7 +263,7 @@ def _load_by_file(files: Sequence[FilePlan], source: _Source) -> Callable[[int],
 def _copied(
     files: Sequence[FilePlan],
     uploads: Sequence[Upload],
-    found: _Source,
+    origin: _Source,
     store: ObjectStore,
     config: Config,
     stats: TransferStats,
@@ -278,17 +278,17 @@ def _copied(
 
     @functools.cache
     def info_of(key: str) -> ObjectInfo:
-        return retrier.call(lambda: found.store.head(key))
+        return retrier.call(lambda: origin.store.head(key))
 
     def copy(info: ObjectInfo, planned: Range, number: int, to: FileUpload) -> None:
         start, stop = (planned.source.offset + at for at in (planned.start, planned.stop))
-        part = to.copy(found.store, info, number, start, stop)
+        part = to.copy(origin.store, info, number, start, stop)
         expected = _checksum_of(planned, store)
         if None not in (part.checksum, expected) and part.checksum != expected:
             raise CheckpointCorruptError(
                 f"bytes {start} to {stop} of the object do not match their checksum: the object "
                 "is damaged; restore it or export an older checkpoint",
-                uri=found.store.uri(info.key),
+                uri=origin.store.uri(info.key),
                 item=planned.source.item,
             )
 
@@ -306,12 +306,12 @@ def _copied(
             part.pieces.append(Piece(memoryview(data).toreadonly()))
             part.size += len(data)
         alone = dataclasses.replace(config, connections=1)
-        download(found.store, wanted, alone, TransferStats())
+        download(origin.store, wanted, alone, TransferStats())
         to.put(part)
 
     def produce() -> None:
         for file, to, upload in zip(files, sent, uploads, strict=True):
-            stored = [one for each in file.tensors for one in found.stored[each.name] or ()]
+            stored = [one for each in file.tensors for one in origin.stored[each.name] or ()]
             least = upload.part_size
             most = max(min(_COPY, store.capabilities.max_part_size // 2), 2 * least)
             for number, part in enumerate(cut(file.header, stored, least=least, most=most), 1):

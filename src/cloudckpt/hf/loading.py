@@ -113,7 +113,7 @@ def renamed(names: Iterable[str], mapping: KeyMapping | None, uri: CheckpointURI
         ConfigError: If the mapping returns anything but one name or None: a tensor can't be split.
         KeyCollisionError: If two tensors get the same name.
     """
-    found: dict[str, str] = {}
+    new_names: dict[str, str] = {}
     for name in names:
         wanted: object = name if mapping is None else mapping(name)
         if wanted is None:
@@ -126,15 +126,15 @@ def renamed(names: Iterable[str], mapping: KeyMapping | None, uri: CheckpointURI
                 uri=str(uri),
                 item=name,
             )
-        if wanted in found:
+        if wanted in new_names:
             raise KeyCollisionError(
-                f"key_mapping gives {name} the name {wanted}, which {found[wanted]} already has: "
-                "return different names",
+                f"key_mapping gives {name} and {new_names[wanted]} the name {wanted}: return "
+                "different names",
                 uri=str(uri),
                 item=name,
             )
-        found[wanted] = name
-    return found
+        new_names[wanted] = name
+    return new_names
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _tensors(
     Raises:
         CheckpointCorruptError: If a file lacks a tensor that the index says it has.
     """
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for info, entries in files:
         for name, one in entries.items():
             where = names.get(name) or names.get(one.name, "")  # the index may lack tied names
@@ -278,8 +278,8 @@ def _tensors(
             stored = StoredBytes(
                 info.key, one.start, nbytes, None, info.size, one.name, info.version
             )
-            found[name] = StoredTensor(stored, one.dtype, one.shape)
-    if missing := names.keys() - found.keys():
+            tensors[name] = StoredTensor(stored, one.dtype, one.shape)
+    if missing := names.keys() - tensors.keys():
         first = min(missing)
         raise CheckpointCorruptError(
             f"the model's index says which file contains {first}, but that file does not "
@@ -287,7 +287,7 @@ def _tensors(
             uri=str(uri),
             item=first,
         )
-    return found
+    return tensors
 
 
 class _ModelPlaces(Places):

@@ -143,8 +143,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """
         store, key, retrier = self._open_store(path)
         file = next(iter(store.list(key, retrier.call)), None) if key else None
-        found = [file] if file is not None and file.key == key else self._listed(path)
-        times = [one.modified for one in found if one.modified is not None]
+        infos = [file] if file is not None and file.key == key else self._listed(path)
+        times = [one.modified for one in infos if one.modified is not None]
         if not times:
             raise FileNotFoundError(f"{self.scheme}://{self._strip_protocol(path)}")
         return datetime.datetime.fromtimestamp(max(times), datetime.timezone.utc)

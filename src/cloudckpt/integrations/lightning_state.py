@@ -217,11 +217,11 @@ class FabricOnStores(_StrategyOnStores):
             if isinstance(value, (Module, Optimizer)) or key in loaded:
                 continue
             if key in values:
-                found = values.pop(key)
+                saved = values.pop(key)
                 if callable(load := getattr(value, "load_state_dict", None)):
-                    load(found)
+                    load(saved)
                 else:
-                    state[key] = found
+                    state[key] = saved
             elif strict:
                 raise MissingKeyError(
                     f"{key!r} is not in the checkpoint, which has the values {sorted(values)}; "
@@ -314,10 +314,10 @@ class TrainerOnStores(_StrategyOnStores):
         )
         values = _values_in(loaded, weights_only)
         if own.is_loaded:
-            found = unpickle_values(own.value)
-            set_random_state(found["random"])
-            if found["loaders"] is not None:
-                _fit_loop(values)["combined_loader"] = found["loaders"]
+            saved = unpickle_values(own.value)
+            set_random_state(saved["random"])
+            if saved["loaders"] is not None:
+                _fit_loop(values)["combined_loader"] = saved["loaders"]
         elif OF_RANKS in loaded and "combined_loader" in _fit_loop(values):
             logger.warning(
                 "no position of the dataloaders was saved for this rank, so it starts at that "

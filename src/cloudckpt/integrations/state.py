@@ -92,13 +92,13 @@ class Parts:
 
     def state_dicts(self) -> dict[str, Any]:
         """Returns the state dicts to save, by name, without changing an optimizer; collective."""
-        found: dict[str, Any] = {
+        states: dict[str, Any] = {
             name: get_model_state_dict(model) for name, model in self._models.items()
         }
         for name, (model, optimizer) in self._optimizers.items():
             with _without_new_states(optimizer):
-                found[name] = get_optimizer_state_dict(model, optimizer)
-        return found
+                states[name] = get_optimizer_state_dict(model, optimizer)
+        return states
 
     def load(
         self,
@@ -169,15 +169,15 @@ def _optimizer_state_to_load(
     """
     prepared = _with_all_states if saved else _without_new_states
     with prepared(optimizer):
-        found = dict(get_optimizer_state_dict(model, optimizer))
+        state_dict = dict(get_optimizer_state_dict(model, optimizer))
     has_state = {
         ".".join(names[:count])
         for names in (name.split(".") for name in saved)
         for count in range(1, len(names))
     }
-    states: Any = found["state"]
-    found["state"] = {name: state for name, state in states.items() if name in has_state}
-    return found
+    states: Any = state_dict["state"]
+    state_dict["state"] = {name: state for name, state in states.items() if name in has_state}
+    return state_dict
 
 
 @contextlib.contextmanager

@@ -263,7 +263,7 @@ class BroadcastingTorchSaveReader(OurReader):
             ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
             UnsupportedTensorError: If a tensor can't be filled, or can't hold the file's values.
         """
-        found: dict[str, list[_Target]] = {}
+        targets: dict[str, list[_Target]] = {}
         metadata = cast(DefaultLoadPlanner, planner).metadata
         assert metadata is not None  # made from the state dict
         for item in plan.items:
@@ -281,11 +281,11 @@ class BroadcastingTorchSaveReader(OurReader):
                 )
             tensor = settled(planner.resolve_tensor(item)).detach()
             check_fillable(tensor, fqn, str(self._uri))
-            found.setdefault(fqn, []).append((item, tensor))
-        tensors = {fqn: tensor for fqn, [(_, tensor), *_] in found.items()}
+            targets.setdefault(fqn, []).append((item, tensor))
+        tensors = {fqn: tensor for fqn, [(_, tensor), *_] in targets.items()}
         types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
         check_types(conversions(tensors, types.get), str(self._uri), logs=bool(self._content))
-        return found
+        return targets
 
 
 def _region(item: ReadItem) -> tuple[slice, ...]:
