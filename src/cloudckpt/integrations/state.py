@@ -305,20 +305,15 @@ def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
         ConfigError: If no rank has a file in the folder.
         CloudCheckpointError: If a rank can't read its folder.
     """
-    sizes = meeting.gathered(lambda: _sizes(folder))
+    files = meeting.begin(lambda: _map_folder(folder))
+    sizes = meeting.gathered(lambda: {name: content.nbytes for name, content in files.items()})
     if not any(sizes):
         raise ConfigError(
             f"no files were written to {folder}, so there is nothing to save: check the "
             "callback or hook that writes them"
         )
     owners = _owners(sizes)
-    return meeting.begin(
-        lambda: {
-            name: _map_file(os.path.join(folder, name), size)
-            for name, size in sizes[meeting.rank].items()
-            if owners[name] == meeting.rank
-        }
-    )
+    return {name: content for name, content in files.items() if owners[name] == meeting.rank}
 
 
 def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
@@ -341,9 +336,7 @@ def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb"):  # also shortens a file that is there
         pass
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    return _map_file(path, nbytes, shared=True)
 
 
 def map_files_of_ranks(
@@ -362,24 +355,19 @@ def map_files_of_ranks(
     Raises:
         CloudCheckpointError: If a rank can't read its folder.
     """
-
-    def mapped() -> dict[str, torch.Tensor]:
-        sizes = _sizes(folder).items()
-        return {name: _map_file(os.path.join(folder, name), size) for name, size in sizes}
-
-    files = meeting.begin(mapped)
+    files = meeting.begin(lambda: _map_folder(folder))
     checksums = {name: CRC32C.of(bytes_of(content)) for name, content in files.items()}
     of_first = meeting.from_first(checksums)
     own = {name: files[name] for name in files if of_first.get(name) != checksums[name]}
     return (files if meeting.rank == 0 else {}), own
 
 
-def _sizes(folder: str) -> dict[str, int]:
-    """Returns the size in bytes of each file beneath a folder, by its path in the folder."""
+def _map_folder(folder: str) -> dict[str, torch.Tensor]:
+    """Maps each file beneath a folder, by its path in the folder."""
+    paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
     return {
-        os.path.relpath(path, folder): os.path.getsize(path)
-        for where, _, names in os.walk(folder)
-        for path in (os.path.join(where, name) for name in names)
+        os.path.relpath(path, folder): _map_file(path, os.path.getsize(path), shared=False)
+        for path in paths
     }
 
 
@@ -395,8 +383,8 @@ def _owners(sizes: list[dict[str, int]]) -> dict[str, int]:
     return {name: seen_by[name][index % len(seen_by[name])] for index, name in names}
 
 
-def _map_file(path: str, size: int) -> torch.Tensor:
-    """Maps a file into memory as a uint8 tensor."""
+def _map_file(path: str, size: int, *, shared: bool) -> torch.Tensor:
+    """Maps a file into memory as a uint8 tensor; ``shared``: changes are written to the file."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+    return torch.from_file(path, shared=shared, size=size, dtype=torch.uint8)
