@@ -237,7 +237,7 @@ class Content:
                 name = _name(rank)
                 if rank not in asked:
                     self.others.update(names)
-                elif rank == self._rank and own.takes(names, metadata):
+                elif rank == self._rank and own.has_tensors:
                     own.inner[name] = own.state
                 else:
                     path = (*own.path, name)
@@ -264,14 +264,11 @@ class _Own:
         self.path, self.value, self.inner = path, value, inner
         [(self.name, self.state)] = inner.items()
 
-    def takes(self, names: Mapping[str, Path], metadata: Metadata) -> bool:
-        """Whether saved values are loaded into this value: it has tensors, or their exact names."""
-        flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]
-        if any(isinstance(value, torch.Tensor) for value in flat.values()):
-            return True
-        saved = map(metadata.state_dict_metadata.__getitem__, names)
-        is_tensor = any(isinstance(entry, TensorStorageMetadata) for entry in saved)
-        return flat.keys() == names.keys() and not is_tensor
+    @property
+    def has_tensors(self) -> bool:
+        """Whether saved values are loaded into this value, which has tensors to fill."""
+        flat = flatten_state_dict({self.name: self.state})[0]
+        return any(isinstance(value, torch.Tensor) for value in flat.values())
 
 
 def _name(rank: int) -> str:

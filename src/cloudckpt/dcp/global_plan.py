@@ -191,7 +191,8 @@ class _Items:
         for group, of_group in groups:
             if len(sets[of_group]) != len(of_group):
                 name = self._names[int(self._of_items[group[0]])]
-                raise _incomplete(name, "has the same part twice on one rank", self._uri)
+                why = "has the same part twice on one rank: plan each part once"
+                raise _incomplete(name, why, self._uri)
         if to_lowest_rank:
             keeps[column_of([group[0] for group in self.groups])] = True
             return keeps.nonzero().view(-1)
@@ -221,7 +222,10 @@ class _Items:
             unlike = (of_dims.sizes[places] != of_dims.sizes[first]).any(1).nonzero()
             if unlike.numel():
                 name = self._names[int(self._of_items[rows[places[int(unlike[0])]]])]
-                why = "has two parts that begin at the same offsets and differ in size"
+                why = (
+                    "has two parts that begin at the same offsets and differ in size: make the "
+                    "parts of one tensor a DTensor, so that all ranks divide it alike"
+                )
                 raise _incomplete(name, why, self._uri)
             duplicates.append((rows[places], sizes))
         return torch.cat([members for members, _ in duplicates]), torch.cat(
@@ -252,7 +256,10 @@ class _Items:
         several = ((counts > 1) & (self._is_whole | is_value))[order].nonzero().view(-1)
         if several.numel():
             name = self._names[int(order[several[0]])]
-            why = "is saved whole by some rank, but ranks also save other parts of it"
+            why = (
+                "is saved whole by some rank, but ranks also save other parts of it: make the "
+                "parts of one tensor a DTensor, or give them their own names"
+            )
             raise _incomplete(name, why, self._uri)
         table = Table(
             numbered([*map(self._names.__getitem__, order.tolist())]),
@@ -337,13 +344,7 @@ def _merged(paths: Sequence[tuple[int, Paths]], uri: str) -> Paths:
 
 
 def _incomplete(name: str, why: str, uri: str) -> IncompleteSaveError:
-    return IncompleteSaveError(
-        f"{name} {why}. Give the same keys on all ranks, for example those of "
-        "torch.distributed.checkpoint.state_dict.get_model_state_dict(model), and save nothing "
-        "inside an `if rank == ...:`",
-        uri=uri,
-        item=name,
-    )
+    return IncompleteSaveError(f"{name} {why}", uri=uri, item=name)
 
 
 def _validate(table: Table, ranks: int, uri: str) -> None:
@@ -357,7 +358,12 @@ def _validate(table: Table, ranks: int, uri: str) -> None:
         name = names[number]
         metadata = Metadata({name: table.metadata_of(name)})
         if validate_global_plan([SavePlan([])] * ranks, metadata):
-            why = "has parts on the ranks that overlap, or do not cover it"
+            why = (
+                "has parts on the ranks that overlap, or do not cover it. Give the same keys on "
+                "all ranks, for example those of "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model), and save "
+                "nothing inside an `if rank == ...:`"
+            )
             raise _incomplete(name, why, uri)
 
 
