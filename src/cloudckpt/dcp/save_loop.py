@@ -36,7 +36,7 @@ from cloudckpt.checkpoint.manifest import Manifest, Planned
 from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Heads, Record
 from cloudckpt.checkpoint.shard import check_supported
-from cloudckpt.checkpoint.structure import Flat, Structure
+from cloudckpt.checkpoint.structure import Flat
 from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
 from cloudckpt.dcp import incremental, save_plan
 from cloudckpt.dcp.copies import Copies, Described, Shared, are_alike, refuse_or_tell
@@ -165,9 +165,7 @@ class SaveLoop:
             compared, pending = entry.copies.weighed(planner), None
             if writer.sender.outlives:
                 if entry.record is None:
-                    with paused_gc():
-                        record = record_of(entry.plan, entry.structure, writer.checksum)
-                    entry = replace(entry, record=record)
+                    entry = replace(entry, record=self._record_of(writer, entry.plan))
                 pending = self._pending(writer, entry, compared)
             written = writer.send(
                 entry.plan,
@@ -229,7 +227,7 @@ class SaveLoop:
 
         @portable_errors(self._uri)
         def local_step() -> bytes:
-            plan = self._local_plan(compares=self._group is not None)[0]
+            plan = self._local_plan(notes_planning=True)
             with paused_gc():
                 return pickle.dumps(plan)
 
@@ -264,9 +262,9 @@ class SaveLoop:
             incremental.remember(self._group, ours, done)
         return planned[0] if planned else committed_metadata(writer.uri, writer.config, done)
 
-    def _local_plan(self, *, compares: bool) -> tuple[SavePlan, Structure]:
-        """Returns a plan of this rank's items, and the keys and empty dicts lost by flattening."""
-        writer, planner, structure = self.writer, self._planner, Structure()
+    def _local_plan(self, *, notes_planning: bool) -> SavePlan:
+        """Returns the plan of this rank's items, before the ranks divide those in common."""
+        writer, planner = self.writer, self._planner
         given: dict[str, Any] = {
             "state_dict": self._state_dict,
             "is_coordinator": self._ranks.is_coordinator,
@@ -274,9 +272,10 @@ class SaveLoop:
         if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
             given["storage_meta"] = writer.storage_meta()
         planner.set_up_planner(**given)
-        if isinstance(writer, CloudStorageWriter):
-            structure = writer.note_planning(self._state_dict, planner, compares=compares)
-        return writer.prepare_local_plan(planner.create_local_plan()), structure
+        if notes_planning and isinstance(writer, CloudStorageWriter):
+            compares = self._group is not None
+            writer.note_planning(self._state_dict, planner, compares=compares)
+        return writer.prepare_local_plan(planner.create_local_plan())
 
     def _plan_anew(self, writer: CloudStorageWriter) -> KnownPlan:
         """Makes a new plan together with the other ranks; returns this rank's part.
@@ -284,13 +283,12 @@ class SaveLoop:
         Ranks send their plans as columns, because the plans of a large job are millions of objects.
         """
         planned: list[Planned] = []
-        local: list[tuple[SavePlan, Structure]] = []
+        local: list[SavePlan] = []
 
         @portable_errors(self._uri)
         def local_step() -> bytes:
-            local.append(self._local_plan(compares=False))
-            with paused_gc():
-                return self._record_of(writer, *local[0])
+            local.append(self._local_plan(notes_planning=False))
+            return self._record_of(writer, local[0])
 
         @portable_errors(self._uri)
         def global_step(plans: list[bytes]) -> list[tuple[list[int], int, Shared]]:
@@ -301,20 +299,19 @@ class SaveLoop:
             return [(part, number, own) for part, own in zip(parts, shared, strict=True)]
 
         part, number, shared = self._ranks.reduce_scatter("plan", local_step, global_step)
-        [(plan, structure)] = local
+        [plan] = local
         with paused_gc():
             sets = [(weight, [plan.items[one] for one in numbers]) for weight, numbers in shared]
             plan = replace(plan, items=[plan.items[number] for number in part])
         return KnownPlan(
             key=self._key,
             number=number,
-            structure=structure,
             plan=plan,
             copies=Copies(sets, samples=writer.config.replicas != "refuse"),
             of_all=planned[0] if planned else None,
         )
 
-    def _record_of(self, writer: CloudStorageWriter, plan: SavePlan, structure: Structure) -> bytes:
+    def _record_of(self, writer: CloudStorageWriter, plan: SavePlan) -> bytes:
         """Returns the plan of this rank as the bytes of a record.
 
         Raises:
@@ -322,7 +319,8 @@ class SaveLoop:
             UnsupportedValueError: If the format can't express the plan.
         """
         try:
-            return record_of(plan, structure, writer.checksum)
+            with paused_gc():
+                return record_of(plan, self._flat.structure(), writer.checksum)
         except NotInColumnsError as exc:
             for name, value in cast(DefaultSavePlanner, self._planner).state_dict.items():
                 if isinstance(value, torch.Tensor):

@@ -260,7 +260,6 @@ class KnownPlan:
     Attributes:
         key: What the plan depends on; None if the state dict has no outline: it is not kept then.
         number: The plan's number, the same on all ranks.
-        structure: The nesting that flattening has lost.
         plan: The plan of the items that this rank writes.
         copies: The items that this rank has in common with others.
         of_all: On the coordinator, the plan of all ranks.
@@ -275,7 +274,6 @@ class KnownPlan:
 
     key: PlanKey | None
     number: int
-    structure: Structure
     plan: SavePlan
     copies: Copies
     of_all: Planned | None

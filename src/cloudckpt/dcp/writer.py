@@ -333,10 +333,10 @@ class CloudStorageWriter(OurWriter):
         if self.commits and self._baseline is not None:
             self._baseline.answer()
 
-    def note_planning(
-        self, state_dict: dict[str, Any], planner: Any, *, compares: bool
-    ) -> Structure:
-        """Records the state dict, which torch passes to no writer; returns what flattening loses.
+    def note_planning(self, state_dict: dict[str, Any], planner: Any, *, compares: bool) -> None:
+        """Records what the planner's flattening loses of a state dict.
+
+        torch passes the state dict to no writer.
 
         Args:
             state_dict: The state dict.
@@ -354,7 +354,6 @@ class CloudStorageWriter(OurWriter):
                 with contextlib.suppress(ValueError):  # the planner may use names of its own
                     values = flatten_state_dict(state_dict)[0]
             self._compared = planner, values
-        return self._structure
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
