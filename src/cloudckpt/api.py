@@ -456,45 +456,33 @@ def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
     )
 
 
-def _clean_up_after(exc: BaseException, writer: OurWriter) -> bool | None:
-    """Deletes the objects that this rank has written in a failed save, unless it may be committed.
+def _clean_up_and_translate(
+    exc: CheckpointException | RuntimeError | ValueError, writer: OurWriter, rank: int
+) -> BaseException:
+    """Deletes what this rank has sent in a failed save, unless the save may be committed.
 
     The committing rank knows; another rank can be certain only if the failures of all ranks show
     it. After an interrupt or an uncertain commit the checkpoint may be visible, or become so.
 
-    Args:
-        exc: The exception of the save.
-        writer: The writer of the save.
-
     Returns:
-        Whether the save is committed nevertheless, if the ranks have lost each other; None if that
-        is unknown, or if they have not.
+        The error to raise.
     """
-    if not isinstance(writer, CloudStorageWriter):
+    is_lost, uri, committed = is_of_group(exc), writer.checkpoint_id, None
+    if isinstance(writer, CloudStorageWriter):
+        committed = writer.look_whether_committed() if is_lost else None
+        certain = writer.committed is False
+        if isinstance(exc, CheckpointException) and not writer.commits:
+            certain = all(
+                isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
+                for error, _ in exc.failures.values()
+            )
+    if not isinstance(writer, CloudStorageWriter) or certain:
         writer.discard()
-        return None
-    committed = writer.look_whether_committed() if is_of_group(exc) else None
-    certain = writer.committed is False
-    if isinstance(exc, CheckpointException) and not writer.commits:
-        certain = all(
-            isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
-            for error, _ in exc.failures.values()
-        )
-    if certain:
-        writer.discard()
-    return committed
-
-
-def _clean_up_and_translate(
-    exc: CheckpointException | RuntimeError | ValueError, writer: OurWriter, rank: int
-) -> BaseException:
-    """Cleans up after a failed save; returns the error to raise."""
-    committed, uri = _clean_up_after(exc, writer), writer.checkpoint_id
-    if is_of_group(exc):
+    if is_lost:
         lost = _DESTROYED if isinstance(exc, ValueError) else _LOST
         message = f"{lost}; {_WHAT_IS_COMMITTED[committed]}"
         return ProcessGroupError(message, committed=committed, uri=uri, cause=exc)
     if not isinstance(exc, CheckpointException):
         return exc
-    failures = {rank: error for rank, (error, _) in exc.failures.items()}
+    failures = {number: error for number, (error, _) in exc.failures.items()}
     return one_error(failures, rank, f"in step {exc.args[0]!r}", uri)

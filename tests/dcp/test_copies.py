@@ -100,7 +100,7 @@ def _named(text: str) -> set[str]:
 
 def _told_of(place: Place, kind, drawn: list[set[str]]) -> list[set[str]]:
     save_plan.forget()
-    copies._told.clear()
+    copies._logged.clear()
     found = []
     try:
         for step, unlike in enumerate(drawn):
@@ -159,7 +159,7 @@ def test_equal_values_are_never_called_different(ranks, local):
 
 def _plain_on_one(place: Place) -> list[str]:
     """A tensor on one rank, and one that is replicated on the others."""
-    copies._told.clear()
+    copies._logged.clear()
     rank, whole = dist.get_rank(), torch.ones(4)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     other = DTensor.from_local(whole + rank, mesh, [Replicate()], run_check=False)

@@ -48,7 +48,7 @@ logger = logging.getLogger("cloudckpt")
 _ALL = (1 << 64) - 1
 _NAMED = 50  # entries that a message names
 _RANKED = 5  # ranks that a message lists for each, and groups of them
-_told: set[str] = set()  # the keys that this process has logged already
+_logged: set[str] = set()  # the keys that this process has logged already
 
 
 Shared = list[tuple[int, list[int]]]
@@ -242,7 +242,7 @@ def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses:
             unlike.setdefault(name, f"{name}: {first_few(parted, ', ')}")
     apart = [name for name in unlike if _lie_apart(meshes.get(name, ()))]
     refuses = refuses or bool(apart)
-    news = apart or [name for name in unlike if refuses or name not in _told]
+    news = apart or [name for name in unlike if refuses or name not in _logged]
     if not news:
         return
     first = news[0]
@@ -257,7 +257,7 @@ def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses:
     )
     if refuses:
         raise KeyCollisionError(text, uri=uri, item=first)
-    _told.update(news)
+    _logged.update(news)
     logger.warning("%s: %s", uri, text)
 
 

@@ -175,7 +175,7 @@ def one_error(
         step: When the ranks failed, for the message.
         uri: The checkpoint.
     """
-    # of ranks that have met before, some report what others have told them
+    # after an earlier exchange, ranks report the errors of others, too
     failures = {
         number: error
         for number, error in failures.items()

@@ -182,7 +182,7 @@ class _Load:
         if meeting.rank == 0 and status.failure is None:
             try:
                 terms = self._terms(status)
-            except BaseException as error:  # noqa: BLE001 - told to all ranks
+            except BaseException as error:  # noqa: BLE001 - reported to all ranks
                 status = status._replace(failure=error)
         terms = _Terms._make(meeting.from_first(tuple(terms)))
         if terms.begins and status.failure is None:
@@ -197,7 +197,7 @@ class _Load:
             try:
                 plan = unpickled_plan(part, self._uri) if part else self._local_plan(terms)
                 offer = self._prepare(plan, terms.shares, until_the_end)
-            except BaseException as error:  # noqa: BLE001 - told to all ranks
+            except BaseException as error:  # noqa: BLE001 - reported to all ranks
                 status = status._replace(failure=error)
         consensus = meeting.exchange(status, offer)
         consensus.raise_on_all_ranks()

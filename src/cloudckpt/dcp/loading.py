@@ -75,7 +75,7 @@ class SharedReads:
         group: The ranks.
         config: The options.
         segments: The reads that this rank wants.
-        told: The offers of all ranks, in their order.
+        offers: The offers of all ranks, in their order.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class SharedReads:
         group: dist.ProcessGroup,
         config: Config,
         segments: Sequence[Segment],
-        told: Sequence[Offer],
+        offers: Sequence[Offer],
     ) -> None:
         self._group = group
         self._config = config
         self._segments = segments
-        self._told = told
+        self._offers = offers
         self._is_over = False  # whether no other rank waits for this one
 
     @staticmethod
@@ -106,13 +106,13 @@ class SharedReads:
             TransferCancelledError: If another rank has failed.
             ProcessGroupError: If the ranks lost each other.
         """
-        segments, told = self._segments, self._told
-        names = [host for host, _ in told]
+        segments, offers = self._segments, self._offers
+        names = [host for host, _ in offers]
         hosts = [names.index(host) for host in names]
         alone = set(range(len(segments)))
         failure: Exception | None = None
         rank = dist.get_rank(self._group)
-        for share in plan_shares([of for _, of in told], rank, hosts):
+        for share in plan_shares([of for _, of in offers], rank, hosts):
             requests = shared_requests(
                 [segments[number] for number in share.segments],
                 len(share.ranks),
@@ -271,16 +271,13 @@ class Load:
             shared: The reads that ranks share, from :meth:`segments` of each; makes this a
                 collective call.
         """
-        try:
-            first, *others = self._wanted
-            with self.guarded():
-                download(self.store, first, self.config, self.stats, shared=shared)
-                for wanted in others:
-                    download(self.store, wanted, self.config, self.stats)
-            for finish in self._afterwards:
-                finish()
-        finally:
-            self.close()
+        first, *others = self._wanted
+        with self.guarded():
+            download(self.store, first, self.config, self.stats, shared=shared)
+            for wanted in others:
+                download(self.store, wanted, self.config, self.stats)
+        for finish in self._afterwards:
+            finish()
 
     def close(self) -> None:
         """Drops references, as the tensors would otherwise live until the cycle is collected."""

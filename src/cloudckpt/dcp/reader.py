@@ -190,7 +190,7 @@ class CloudStorageReader(OurReader):
         self._fetched: Fetched | None = None
         self._model: Model | None = None
         self._save_id: str | None = None
-        self._told: str | None = None  # the save whose metadata came from another rank
+        self._adopted_save: str | None = None  # the save whose metadata came from another rank
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the metadata of the checkpoint, usually in two requests.
@@ -305,7 +305,7 @@ class CloudStorageReader(OurReader):
         uri = self._store().uri(fetched.info.key)
         commit = CommitObject.parse(fetched, uri, trust_pickle=self.trust_pickle)
         metadata = self._taken(commit, fetched)
-        self._told = self._save_id
+        self._adopted_save = self._save_id
         return metadata
 
     def _taken(self, commit: CommitObject, fetched: Fetched) -> Metadata:
@@ -334,7 +334,8 @@ class CloudStorageReader(OurReader):
         except CheckpointCorruptError as error:
             if self._commit is not None:
                 read, uri, retry = self._commit.info, str(self.uri), self.config.retry
-                check_unchanged(self._store(), read, uri, retry, error, known_save=self._told)
+                store, known_save = self._store(), self._adopted_save
+                check_unchanged(store, read, uri, retry, error, known_save=known_save)
             raise
 
     def set_up_storage_reader(
