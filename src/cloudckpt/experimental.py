@@ -228,7 +228,7 @@ def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -
         return target
     if isinstance(source, list):
         pairs = enumerate(itertools.zip_longest(target, source))
-        return [_merged(one, it, f"{path}[{at}]", uri, missing) for at, (one, it) in pairs]
+        return [_merged(ours, saved, f"{path}[{at}]", uri, missing) for at, (ours, saved) in pairs]
     return source
 
 
