@@ -52,9 +52,9 @@ def agree_on_base(
 ) -> None:
     """Agrees on the base of an incremental save, and sets ``writer.contents``.
 
-    A rank that took part in the save that made the base remembers them itself. If some rank did
-    not, or the plan is new, so that items may have moved between ranks, every rank gets the items
-    of all ranks.
+    A rank that took part in the save of the base remembers where its items are. If some rank did
+    not, or the plan is new, so that items may have moved between ranks, every rank gets the table
+    of all items.
 
     Args:
         ranks: The saving ranks; all of them call this.
