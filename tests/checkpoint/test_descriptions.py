@@ -38,7 +38,7 @@ def located(file):
 
 
 def content(tensor):
-    return bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist())
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -52,6 +52,7 @@ def test_a_plain_tensor_is_located(dtype, protocol):
 
 ROWS = [torch.randn(10, 4)[3:], torch.randn(10, 4)[3], torch.randn(10)[5:6].expand(1)]
 ROWS += [torch.randn(10, 1)[3:].view(7, 1), torch.randn(10, 1, 4).transpose(0, 1)]
+ROWS += [torch.nn.Parameter(torch.randn(6, 2))[2:], torch.nn.Parameter(torch.randn(2, 3))]
 
 
 @pytest.mark.parametrize("tensor", ROWS, ids=lambda tensor: str(tuple(tensor.shape)))
@@ -98,7 +99,7 @@ class Pickler(pickle.Pickler):
         return ("storage", torch.FloatStorage, "0", "cpu", 10) if type(value) is Storage else None
 
 
-def described_as(shape, stride, offset=0):
+def described_as(shape, stride, offset=0, order="little"):
     """A file whose ten elements have this shape, by its own account."""
     buffer, file = io.BytesIO(), io.BytesIO()
     rebuild = torch._utils._rebuild_tensor_v2
@@ -107,6 +108,7 @@ def described_as(shape, stride, offset=0):
         Pickler(buffer, 2).dump(Call(rebuild, Storage(), offset, shape, stride, False, {}))
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", buffer.getvalue())
+        archive.writestr("archive/byteorder", order)
         archive.writestr("archive/data/0", bytes(range(40)))
     return file.getvalue()
 
@@ -135,8 +137,9 @@ def test_the_elements_are_those_of_the_storage():
         described_as((1 << 70,), (1,)),
         described_as((1 << 70, 0), (1, 1)),
         described_as((1 << 62, 4), (4, 1)),
+        described_as((2, 5), (5, 1), order="big"),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_a_description_that_can_not_be_true_is_left_to_torch(file):
     assert located(file) is None

@@ -9,12 +9,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 
-import cloudckpt
 from cloudckpt import Config
 from cloudckpt.checkpoint.notes import Notes, metrics_of, read_notes
 from cloudckpt.errors import (
@@ -158,15 +156,3 @@ def test_scalars_of_torch_and_numpy_are_metrics() -> None:
 def test_other_values_are_no_metrics(metrics) -> None:
     with pytest.raises(ConfigError, match="is not a number"):
         metrics_of(metrics)
-
-
-def test_a_saved_checkpoint_has_its_notes_and_loads_as_any_other(tmp_path) -> None:
-    writer = cloudckpt.CloudStorageWriter(tmp_path / "step-7", notes=NOTES)
-    state = {"w": torch.arange(9.0)}
-    cloudckpt.save(state, storage_writer=pickle.loads(pickle.dumps(writer)))
-    uri = CheckpointURI.parse(tmp_path / "step-7")
-    assert read_notes(open_store(uri, Config()), uri, RETRIER) == NOTES
-    for load in (cloudckpt.load, dcp.load):
-        found = {"w": torch.zeros(9)}
-        load(found, checkpoint_id=str(tmp_path / "step-7"))
-        assert torch.equal(found["w"], state["w"])

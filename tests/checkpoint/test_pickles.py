@@ -415,6 +415,7 @@ FIELDS = {
     "a chunk of another rank": of_chunk(torch.Size([0, 0]), torch.Size([4, 4])),
     "a chunk of two ranks": of_chunk(torch.Size([0]), torch.Size([4, 4])),
     "a chunk of no size": of_chunk(torch.Size([0]), None),
+    "a chunk without sizes": of_tensor(chunks=[unchecked(ChunkStorageMetadata, offsets=SIZE)]),
     "no properties": of_tensor(properties=None),
     "no element type": replaced(torch.float32, opcodes(None)),
     "a text as element type": replaced(torch.float32, opcodes("float32")),

@@ -10,9 +10,7 @@ from cloudckpt.checkpoint.objects import WrittenObject, look_for
 from cloudckpt.config import Config, RetryPolicy
 from cloudckpt.errors import (
     AccessDeniedError,
-    ConnectionLostError,
     DifferentCheckpointsError,
-    ServerError,
 )
 from cloudckpt.uri import CheckpointURI
 from support.faulty_store import FaultyStore
@@ -70,20 +68,6 @@ def test_a_listing_that_is_denied_is_done_without(store, uri, written):
     store.fail("list", AccessDeniedError)
     look(store, uri, written(MANY))
     assert dict(store.calls) == {"list": 1, "head": MANY}
-
-
-def test_passing_faults_are_outlived(store, uri, written):
-    store.fail("list", ServerError, calls=[1])
-    look(store, uri, written(MANY))
-    store.fail("head", ConnectionLostError, calls=[1, 5])
-    look(store, uri, written(FEW))
-
-
-@pytest.mark.parametrize("verb", ["list", "head"])
-def test_a_store_that_does_not_answer_is_no_other_store(store, uri, written, verb):
-    store.fail(verb, ConnectionLostError)
-    with pytest.raises(ConnectionLostError):
-        look(store, uri, written(MANY if verb == "list" else FEW))
 
 
 @pytest.mark.parametrize("width", [1, 4])
