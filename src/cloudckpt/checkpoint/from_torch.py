@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from array import array
 from collections import Counter
 from typing import Any
@@ -35,18 +36,53 @@ def table_of_metadata(metadata: Metadata) -> Table:
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     if type(metadata) is not Metadata or vars(metadata).keys() - known:
         raise NotInColumnsError("the metadata has another class or more fields than torch's")
-    collected = _Collected()
-    for name, described in metadata.state_dict_metadata.items():
-        if type(described) is BytesStorageMetadata:
-            collected.add_value(name)
-        elif type(described) is TensorStorageMetadata:
-            collected.add_tensor(name, described.size, described.properties, described.chunks)
-        else:
+    forms: dict[Form, int] = {}
+    form_of, counts, rows = array("q"), array("q"), Counter[int]()
+    offsets: dict[int, array[int]] = {}  # by number of dimensions
+    sizes: dict[int, array[int]] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        form, count = VALUE, 1
+        if type(entry) is TensorStorageMetadata:
+            form, count = _form(name, entry), len(entry.chunks)
+            rows[form.dims] += count
+            try:
+                for numbers, field in ((offsets, "offsets"), (sizes, "sizes")):
+                    of_chunks = map(operator.attrgetter(field), entry.chunks)
+                    flat = numbers.setdefault(form.dims, array("q"))
+                    flat.extend(itertools.chain.from_iterable(of_chunks))
+            except (TypeError, OverflowError) as exc:
+                raise NotInColumnsError(
+                    f"the offsets or sizes of a chunk of {name} are not 64-bit integers"
+                ) from exc
+        elif type(entry) is not BytesStorageMetadata:
             raise NotInColumnsError(
-                f"the metadata of {name} is a {type(described).__name__}, which is not torch's "
+                f"the metadata of {name} is a {type(entry).__name__}, which is not torch's "
                 "class for tensors or for other values"
             )
-    return collected.table(metadata.planner_data)
+        form_of.append(forms.setdefault(form, len(forms)))
+        counts.append(count)
+    chunks = {
+        dims: Chunks(matrix_of(offsets[dims], dims, count), matrix_of(sizes[dims], dims, count))
+        for dims, count in sorted(rows.items())
+    }
+    names = list(metadata.state_dict_metadata)
+    if not all(type(name) is str for name in names):
+        raise NotInColumnsError("the name of an item is not a string")
+    columns = column_of(form_of), column_of(counts)
+    return Table(numbered(names), [*forms], *columns, chunks, _paths(metadata.planner_data))
+
+
+def _form(name: str, entry: TensorStorageMetadata) -> Form:
+    """Returns the form of a tensor, after checking that its chunks fit it."""
+    properties, chunks, dims = entry.properties, entry.chunks, len(entry.size)
+    is_plain = type(properties) is TensorProperties and type(chunks) is list
+    if not is_plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
+        raise NotInColumnsError(f"the properties or chunks of {name} are not of torch's classes")
+    if any(len(chunk.offsets) != dims or len(chunk.sizes) != dims for chunk in chunks):
+        raise NotInColumnsError(f"a chunk of {name} does not have as many dimensions as the tensor")
+    if math.prod(entry.size) * properties.dtype.itemsize >= _END:
+        raise NotInColumnsError(f"{name} has more bytes than a 64-bit number can count")
+    return Form(tuple(entry.size), properties.dtype, properties.requires_grad)
 
 
 def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
@@ -62,27 +98,25 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
     Raises:
         NotInColumnsError: If columns can't express the plan.
     """
-    collected, whole = _Collected(), list[int]()
+    entries, whole = dict[str, TensorStorageMetadata | BytesStorageMetadata](), list[int]()
     for name, of_name in itertools.groupby(plan.items, key=lambda item: item.index.fqn):
         items = list(of_name)
         first, data = items[0], items[0].tensor_data
+        if name in entries or (data is None and len(items) > 1):
+            raise NotInColumnsError(f"the save planner made several write items for {name}")
         if not all(map(_is_plain, items)) or any(_kind(item) != _kind(first) for item in items[1:]):
             raise NotInColumnsError(
                 f"the save planner made write items for {name} of several types, dtypes or shapes, "
                 "or an item that is not as torch's planner makes it"
             )
-        if data is not None:
-            chunks = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
-            if first.type == WriteItemType.TENSOR:
-                whole.append(len(collected.names))
-            collected.add_tensor(name, data.size, data.properties, chunks)
+        if data is None:
+            entries[name] = BytesStorageMetadata()
             continue
-        if len(items) != 1:
-            raise NotInColumnsError(
-                f"the save planner made {len(items)} write items for {name}, which is one value"
-            )
-        collected.add_value(name)
-    made = collected.table(plan.planner_data)
+        if first.type == WriteItemType.TENSOR:
+            whole.append(len(entries))
+        chunks = [item.tensor_data.chunk for item in items if item.tensor_data is not None]
+        entries[name] = TensorStorageMetadata(data.properties, data.size, chunks)
+    made = table_of_metadata(Metadata(entries, plan.planner_data))
     made.check_names()
     made.check_chunks()
     return made, column_of(whole)
@@ -102,83 +136,6 @@ def _kind(item: WriteItem) -> tuple[Any, ...]:
     """Returns what all items of one tensor have in common."""
     data = item.tensor_data
     return (item.type, *(() if data is None else (data.size, data.properties.dtype)))
-
-
-class _Collected:
-    """Collects names and chunks, one by one, for a table.
-
-    Attributes:
-        names: The names in the order in which they were added.
-    """
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._forms: dict[Form, int] = {}
-        self._form_of, self._counts = array("q"), array("q")
-        self._offsets: dict[int, array[int]] = {}
-        self._sizes: dict[int, array[int]] = {}
-        self._per_dims: Counter[int] = Counter()
-
-    def add_value(self, name: str) -> None:
-        self._add(name, VALUE, 1)
-
-    def add_tensor(
-        self,
-        name: str,
-        size: torch.Size,
-        properties: TensorProperties,
-        chunks: list[ChunkStorageMetadata],
-    ) -> None:
-        shape = tuple(size)
-        dims = len(shape)
-        plain = type(properties) is TensorProperties and type(chunks) is list
-        if not plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
-            raise NotInColumnsError(
-                f"the properties or chunks of {name} are not of torch's classes"
-            )
-        offsets = [chunk.offsets for chunk in chunks]
-        sizes = [chunk.sizes for chunk in chunks]
-        if set(map(len, offsets)) | set(map(len, sizes)) | {dims} != {dims}:
-            raise NotInColumnsError(
-                f"a chunk of {name} does not have as many dimensions as the tensor"
-            )
-        if math.prod(shape) * properties.dtype.itemsize >= _END:
-            raise NotInColumnsError(f"{name} has more bytes than a 64-bit number can count")
-        try:
-            for known, of_chunks in ((self._offsets, offsets), (self._sizes, sizes)):
-                flat = known.setdefault(dims, array("q"))
-                flat.extend(itertools.chain.from_iterable(of_chunks))
-        except (TypeError, OverflowError) as exc:
-            raise NotInColumnsError(
-                f"the offsets or sizes of a chunk of {name} are not 64-bit integers"
-            ) from exc
-        self._per_dims[dims] += len(chunks)
-        self._add(name, Form(shape, properties.dtype, properties.requires_grad), len(chunks))
-
-    def _add(self, name: str, form: Form, count: int) -> None:
-        self.names.append(name)
-        self._form_of.append(self._forms.setdefault(form, len(self._forms)))
-        self._counts.append(count)
-
-    def table(self, planner_data: Any) -> Table:
-        """Returns the table of everything that was added.
-
-        Raises:
-            NotInColumnsError: If names or ``planner_data`` do not fit into a table.
-        """
-        if not all(type(name) is str for name in self.names):
-            raise NotInColumnsError("the name of an item is not a string")
-        form_of, counts = column_of(self._form_of), column_of(self._counts)
-        chunks = {
-            dims: Chunks(
-                matrix_of(self._offsets[dims], dims, count),
-                matrix_of(self._sizes[dims], dims, count),
-            )
-            for dims, count in sorted(self._per_dims.items())
-        }
-        return Table(
-            numbered(self.names), [*self._forms], form_of, counts, chunks, _paths(planner_data)
-        )
 
 
 def _paths(planner_data: Any) -> Paths | None:
