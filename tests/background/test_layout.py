@@ -200,6 +200,23 @@ class Frozen(dict):
         return self
 
 
+class Wrapping(dict):
+    """A dict whose entries are elsewhere, where a shallow copy shares them."""
+
+    def __init__(self, **content):
+        super().__init__(content)
+        self._content = content
+
+    def __getitem__(self, key):
+        return self._content[key]
+
+    def __setitem__(self, key, value):
+        self._content[key] = value
+
+    def items(self):
+        return self._content.items()
+
+
 class FrozenList(list):
     def __deepcopy__(self, memo):
         return self
@@ -212,7 +229,7 @@ def proxy(**content):
 KINDS = [dict, OrderedDict, partial(defaultdict, list), Attributes]  # of which there are copies
 
 
-@pytest.mark.parametrize("kind", [*KINDS, Frozen, ReadOnly, proxy])
+@pytest.mark.parametrize("kind", [*KINDS, Frozen, Wrapping, ReadOnly, proxy])
 def test_what_is_in_a_mapping_is_copied_once_and_shares_memory_as_before(stager, kind):
     base, listed = numbered(100), {"n": [1]}
     content = {
@@ -222,6 +239,7 @@ def test_what_is_in_a_mapping_is_copied_once_and_shares_memory_as_before(stager,
     }
     state = {"all": base, "m": kind(**content), "d": listed}
     staged = stager.stage(state)
+    assert state["m"]["part"] is content["part"]
     base.fill_(-1)
     listed["n"].append(2)
     found = staged["m"]

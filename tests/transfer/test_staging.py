@@ -42,8 +42,8 @@ def drain(pool, tensor):
 
 
 def expected(tensor):
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return plain.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 # pieces

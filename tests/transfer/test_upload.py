@@ -106,20 +106,6 @@ def test_an_object_arrives_through_any_passing_faults(sizes, seed, share, width)
 # answers that were lost
 
 
-@pytest.mark.parametrize("there", [None, b"of another size"])
-def test_an_upload_that_someone_else_has_ended_is_no_success(store, there):
-    def lose(message):
-        for upload in store.inner.list_uploads(""):
-            store.inner.abort_upload(upload)
-        if there is not None:
-            put(store.inner, KEY, there)
-        return ConnectionLostError(message)
-
-    store.fail("complete_upload", lose, calls=[1])
-    with pytest.raises(ObjectNotFoundError):
-        send(store, pieces_of(some_bytes(2500), 700))
-
-
 REFUSALS = [AccessDeniedError, PreconditionFailedError, InvalidRequestError, ObjectNotFoundError]
 
 

@@ -553,11 +553,14 @@ def _filled(container: Any, copies: dict[Any, Any]) -> Any:
         with contextlib.suppress(Exception):
             made = copy.copy(container)
             if made is not container:  # an immutable one
+                # not by its own method: what that changes may be shared with the original
+                put: Any = dict.__setitem__ if isinstance(made, dict) else list.__setitem__
                 for key, entry in copies.items():
-                    made[key] = entry
-                return made
+                    put(made, key, entry)
+                if all(made[key] is entry for key, entry in copies.items()):
+                    return made
     if isinstance(container, Mapping):
-        return dict(container) | copies
+        return dict(container.items()) | copies
     return [copies.get(index, entry) for index, entry in enumerate(container)]
 
 
