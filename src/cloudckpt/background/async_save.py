@@ -92,7 +92,9 @@ def async_save(
             writer = writer_for(checkpoint_id, storage_writer, config, base)
         else:  # a save in progress may use it: it is redirected once that has ended
             writer = our_writer(storage_writer)
-        return writer, _options_of(writer)
+        if isinstance(writer, CloudStorageWriter):
+            return writer, writer.config.background
+        return writer, BackgroundOptions()
 
     # the options select the saver of these ranks, and a rank that fails here may not know them
     meeting = Meeting.of(process_group, no_dist)
@@ -110,12 +112,6 @@ def async_save(
     if pending.is_staged_in_background:
         return AsyncSaveResponse(pending.staged, pending.written)  # type: ignore[arg-type]
     return pending.written
-
-
-def _options_of(writer: OurWriter) -> BackgroundOptions:
-    if isinstance(writer, CloudStorageWriter):
-        return writer.config.background
-    return BackgroundOptions()
 
 
 def close_async_savers() -> None:
