@@ -89,6 +89,11 @@ def _model_at(store: ObjectStore, uri: CheckpointURI, config: Config) -> Model |
 class OurReader(StorageReader):
     """A storage reader that ``cloudckpt.load`` can drive."""
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether ``checkpoint_id`` is a valid location; sends no request."""
+        return CheckpointURI.accepts(checkpoint_id)
+
 
 class CloudStorageReader(OurReader):
     """Reads a checkpoint from ``s3://``, ``gs://``, ``az://``, ``file://`` or a local path.
@@ -164,11 +169,6 @@ class CloudStorageReader(OurReader):
     def has_checksums(self) -> bool:
         """Whether the checkpoint has checksums to verify; False until its metadata are read."""
         return self._commit is not None and self._commit.record is not None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether ``checkpoint_id`` is a valid location; sends no request."""
-        return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Drops everything that was read, and changes to another location if one is given.

@@ -116,6 +116,11 @@ class OurWriter(StorageWriter):
         checkpoint_id: The location, as a string.
     """
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether ``checkpoint_id`` is a valid location; sends no request."""
+        return CheckpointURI.accepts(checkpoint_id)
+
     @property
     @abc.abstractmethod
     def checkpoint_id(self) -> str: ...
@@ -240,11 +245,6 @@ class CloudStorageWriter(OurWriter):
     def checksum(self) -> ChecksumAlgorithm:
         """The checksum algorithm of the store."""
         return self._store().capabilities.checksum
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether ``checkpoint_id`` is a valid location; sends no request."""
-        return CheckpointURI.accepts(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new save, at another location if one is given.

@@ -188,11 +188,6 @@ class SafetensorsWriter(OurWriter):
         """The location of the model, as a string."""
         return str(self.uri)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns whether a location is valid."""
-        return CheckpointURI.accepts(checkpoint_id)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepares the writer for another save, at another location if one is given."""
         if checkpoint_id:
@@ -210,10 +205,6 @@ class SafetensorsWriter(OurWriter):
                 return found
 
             self._there = Beginning(view, ask)
-
-    def storage_meta(self) -> None:
-        """Does nothing: a model has no torch metadata."""
-        return
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         check_together(kwargs.get("use_collectives", True), str(self.uri))

@@ -107,11 +107,6 @@ class BroadcastingTorchSaveReader(OurReader):
     def checkpoint_id(self) -> str | None:
         return None if self._uri is None else str(self._uri)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns whether a location is valid."""
-        return CheckpointURI.accepts(checkpoint_id)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepares the reader for another load, from another location if one is given."""
         if checkpoint_id:
