@@ -56,7 +56,7 @@ Kind = Literal["dcp", "torch"]
 
 
 class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
-    """Plans loads from sources without metadata, like torch's class, for all values.
+    """Plans loads from sources without metadata, as torch's class does, of any values.
 
     The state dict alone determines what is loaded and how it is sharded.
     """
@@ -204,7 +204,7 @@ def _both_ends(source: URILike, target: URILike) -> tuple[CheckpointURI, Checkpo
 
 
 def _check_target(to: CheckpointURI, config: Config) -> None:
-    """Refuses a target before the whole source is read; the commit checks it again."""
+    """Raises CheckpointExistsError before the source is read; the commit checks again."""
     if not config.overwrite and exists(to, config=config):
         raise CheckpointExistsError(
             "a checkpoint already exists here and overwrite is off: delete it, or write to "

@@ -338,7 +338,7 @@ def find_older_model(view: View) -> dict[str, ObjectInfo]:
 
 
 def _is_usual(name: str) -> bool:
-    """Returns whether a name is one of those that a listing finds without an index."""
+    """Returns whether a file has one of the usual names of a model's files."""
     return name == SINGLE_FILE or _NUMBERED.fullmatch(name) is not None
 
 

@@ -220,7 +220,7 @@ class _Source:
 def _in_order(
     tensor: TensorPlan, chunks: Iterable[tuple[tuple[int, ...], StoredTensor | None]]
 ) -> list[StoredBytes] | None:
-    """Returns the bytes of chunks, each with its offsets; None unless they are rows in order."""
+    """Returns the stored bytes of a tensor in the order of its rows; None if chunks are not rows."""
     rows, elements = 0, list[StoredBytes]()
     for begin, stored in sorted(chunks, key=lambda chunk: chunk[0]):
         if stored is None or stored.dtype != tensor.dtype or any(begin[1:]):
@@ -233,7 +233,7 @@ def _in_order(
 
 
 def _load_by_file(files: Sequence[FilePlan], source: _Source) -> Callable[[int], torch.Tensor]:
-    """Returns a function that loads a tensor of the checkpoint, verified and converted.
+    """Returns a function that loads one tensor to export, verified and converted.
 
     It loads all tensors of a file of the model together, in place of those of the last file.
     """

@@ -107,7 +107,7 @@ def load(
 
 
 def renamed(names: Iterable[str], mapping: KeyMapping | None, uri: CheckpointURI) -> dict[str, str]:
-    """Returns the names of tensors by the new names that a mapping gives them.
+    """Returns the old name of each tensor by the new name that a mapping gives it.
 
     Raises:
         ConfigError: If the mapping returns anything but one name or None: a tensor can't be split.
@@ -227,7 +227,7 @@ _File = tuple[ObjectInfo, dict[str, TensorEntry]]
 
 
 def _read_file(store: ObjectStore, retrier: Retrier, key: str) -> _File:
-    """Reads the header of a file, usually in one request; that of the same version of the file.
+    """Reads the header of a file, all from one version of it, usually in one request.
 
     Raises:
         CheckpointCorruptError: If the file does not exist, was replaced, or is damaged.

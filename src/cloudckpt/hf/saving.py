@@ -290,7 +290,7 @@ class SafetensorsWriter(OurWriter):
 
 
 def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
-    """Returns, for each name of which this rank has elements, the first name with that memory."""
+    """Returns, for each name of which this rank has elements, the first name with its memory."""
     memory: dict[str, list[Any]] = {}
     for item in plan.items if planner is not None else ():
         assert planner is not None
@@ -307,7 +307,7 @@ def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Returns a key equal for tensors of the same elements and memory; None if it has no memory."""
+    """Returns a key that tensors share if they have the same elements and memory, or None."""
     usual = type(tensor) in PLAIN and tensor.layout == torch.strided
     if not usual or (of := memory_of(tensor)) is None:
         return None
@@ -316,7 +316,7 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def _ties_of_all_ranks(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns tied names with the name whose memory they share, if all their ranks report it."""
+    """Returns, for each tied name, the name to write, if all ranks with elements report the tie."""
     of: dict[str, set[str]] = {}
     for ties_of_rank in ties:
         for name, first in ties_of_rank.items():

@@ -224,7 +224,7 @@ class FileUpload(NamedUpload):
         super()._send(part)
 
     def finish(self) -> None:
-        """Sends the last part of what was written."""
+        """Sends the last part of the written pieces."""
         if (last := self._cutter.finish()) is not None:
             self._send(last)
 

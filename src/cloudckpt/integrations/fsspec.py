@@ -325,7 +325,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return [key for key in keys if key not in kept and not (kept and key in marks)]
 
     def _delete(self, path: str, keys: list[str]) -> None:
-        """Deletes objects of the bucket of a path."""
+        """Deletes objects, given their keys in the bucket of a path."""
         store, _, _ = self._open_store(path)
         threads = self._config.requests_at_once
         delete_all(store, keys, self._config.retry, threads=threads, what="objects of a folder")

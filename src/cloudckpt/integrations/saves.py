@@ -281,6 +281,6 @@ class Saves:
             )
 
     def _check_of(self, run: CheckpointURI) -> Callable[[], None]:
-        """Returns the check that no other job has claimed a run, if this job saves into it."""
+        """Returns a function that checks this job's claim of a run, if it saves into the run."""
         line = self._lines.get(run)
         return (lambda: None) if line is None else line.check_claim

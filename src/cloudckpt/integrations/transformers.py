@@ -242,7 +242,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._saves.then(clean)
 
     def _raise_or_log(self, act: Callable[[], None]) -> None:
-        """Calls ``act``, and logs its error instead of raising it if ``on_failure`` says so."""
+        """Calls ``act``; logs its error instead of raising it if ``on_failure`` is "log"."""
         try:
             act()
         except ProcessGroupError:

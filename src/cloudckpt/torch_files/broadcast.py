@@ -48,7 +48,7 @@ _Target = tuple[ReadItem, torch.Tensor]
 
 
 class _Script(NamedTuple):
-    """The list of a file's entries that the reading rank broadcasts before the tensors.
+    """The entries of a file, which the reading rank sends to the others before the tensors.
 
     Attributes:
         tensors: The element type and shape of each tensor, by name, in the order of the broadcasts.
