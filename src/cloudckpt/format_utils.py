@@ -56,7 +56,7 @@ Kind = Literal["dcp", "torch"]
 
 
 class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
-    """Plans loads from sources without metadata, as torch's class does, of any values.
+    """Plans loads of any values from sources without metadata, as torch's class does of tensors.
 
     The state dict alone determines what is loaded and how it is sharded.
     """

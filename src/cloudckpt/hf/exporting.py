@@ -220,7 +220,7 @@ class _Source:
 def _in_order(
     tensor: TensorPlan, chunks: Iterable[tuple[tuple[int, ...], StoredTensor | None]]
 ) -> list[StoredBytes] | None:
-    """Returns the stored bytes of a tensor in the order of its rows; None if chunks are not rows."""
+    """Returns a tensor's stored bytes in the order of its rows; None if its chunks are not rows."""
     rows, elements = 0, list[StoredBytes]()
     for begin, stored in sorted(chunks, key=lambda chunk: chunk[0]):
         if stored is None or stored.dtype != tensor.dtype or any(begin[1:]):

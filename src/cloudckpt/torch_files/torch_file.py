@@ -188,7 +188,7 @@ def size_of(value: Any) -> int:
 
 
 def storages_of(value: Any) -> list[torch.UntypedStorage]:
-    """Returns the storages of the tensors in a nested value, each once; local shards of DTensors."""
+    """Returns the storages of the tensors in a nested value, each once; of DTensors the shards."""
     found: dict[int, torch.UntypedStorage] = {}
     waiting, seen = [value], set[int]()
     while waiting:
