@@ -31,19 +31,13 @@ PLAIN_BUCKETS = ("x-s3", "my.mrap.bucket", "table-s3", "a--x-s3b", "fast--usw2-a
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("s3://bucket/run/step-1", ("s3", "bucket", "run/step-1")),
         ("s3://bucket/run/step-1/", ("s3", "bucket", "run/step-1")),
         ("s3://bucket", ("s3", "bucket", "")),
         ("S3://Bucket/Run", ("s3", "Bucket", "Run")),
-        ("gs://bucket/run", ("gs", "bucket", "run")),
-        ("az://container/run", ("az", "container", "run")),
         ("abfss://container/run", ("az", "container", "run")),
-        ("s3://bucket/a%2Fb c+d", ("s3", "bucket", "a%2Fb c+d")),
-        ("s3://bucket/größe/重み", ("s3", "bucket", "größe/重み")),
         ("file:///data/run", ("file", "", "/data/run")),
         ("file://localhost/data/run", ("file", "", "/data/run")),
         ("file:///data/a%20b", ("file", "", "/data/a b")),
-        ("/data/run", ("file", "", "/data/run")),
         ("/data/run/", ("file", "", "/data/run")),
         ("/data/x/../run", ("file", "", "/data/run")),
         ("/data/a%20b", ("file", "", "/data/a%20b")),
@@ -61,7 +55,6 @@ PLAIN_BUCKETS = ("x-s3", "my.mrap.bucket", "table-s3", "a--x-s3b", "fast--usw2-a
         (f"s3://{ARN}/point/run/step-1", ("s3", f"{ARN}/point", "run/step-1")),
         (f"s3://{ARN}:point/run", ("s3", f"{ARN}/point", "run")),
         (f"s3://{ARN}/point", ("s3", f"{ARN}/point", "")),
-        (f"s3://{ARN}/point/", ("s3", f"{ARN}/point", "")),
         (f"s3://{GOV}/point/run", ("s3", f"{GOV}/point", "run")),
         (f"s3://{ALIAS}/run", ("s3", ALIAS, "run")),
         # storage buckets
@@ -119,11 +112,6 @@ def test_a_tilde_is_the_home_of_the_user(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", [" run", "a s3", "s3", "'run'", "az.c:x", "run:1", "s3-x:1"])
 def test_names_of_folders_that_are_no_uri_are_left_alone(name):
     assert CheckpointURI.parse(name).prefix.endswith(f"/{name}")
-
-
-def test_what_was_parsed_is_parsed_again():
-    uri = CheckpointURI.parse("s3://bucket/run")
-    assert CheckpointURI.parse(uri) is uri
 
 
 @pytest.mark.parametrize(
@@ -296,6 +284,7 @@ def test_join_refuses_what_is_no_location(name):
 
 def test_it_is_a_value():
     uri = CheckpointURI.parse("s3://bucket/run")
+    assert CheckpointURI.parse(uri) is uri
     assert uri == CheckpointURI("s3", "bucket", "run")
     assert hash(uri) == hash(CheckpointURI("s3", "bucket", "run"))
     assert pickle.loads(pickle.dumps(uri)) == uri

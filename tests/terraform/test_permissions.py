@@ -8,11 +8,9 @@ import dataclasses
 import json
 import re
 import uuid
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 from azure.storage.blob import BlobServiceClient
@@ -26,136 +24,74 @@ from cloudckpt.uri import CheckpointURI
 from support.contract.data import put, put_part
 from support.emulators import azurite_server
 from support.stubs.gcs import GcsStub
+from support.wire.naming import azure_naming, google_naming
 from support.wire.proxy import FaultyProxy
 from support.wire.request import Request
 
 TERRAFORM = Path(__file__).parents[2] / "terraform"
 MIB = 1024 * 1024
 
-Known = dict[tuple[str, str, frozenset[str]], str]
-"""Method, what the path is about, and what the query must hold, but for what changes nothing."""
-
-_S3: Known = {
-    ("GET", "bucket", frozenset({"list-type"})): "ListObjectsV2",
-    ("GET", "bucket", frozenset({"uploads"})): "ListMultipartUploads",
-    ("GET", "key", frozenset()): "GetObject",
-    ("HEAD", "key", frozenset()): "HeadObject",
-    ("PUT", "key", frozenset()): "PutObject",
-    ("POST", "key", frozenset({"uploads"})): "CreateMultipartUpload",
-    ("PUT", "key", frozenset({"partNumber", "uploadId"})): "UploadPart",
-    ("POST", "key", frozenset({"uploadId"})): "CompleteMultipartUpload",
-    ("DELETE", "key", frozenset({"uploadId"})): "AbortMultipartUpload",
-    ("DELETE", "key", frozenset()): "DeleteObject",
+_S3_QUERY = {
+    *("continuation-token", "delimiter", "encoding-type", "key-marker", "list-type", "max-keys"),
+    *("max-uploads", "partNumber", "prefix", "upload-id-marker", "uploadId", "uploads"),
 }
-_S3_PAGING = {
-    "delimiter",
-    "continuation-token",
-    "encoding-type",
-    "key-marker",
-    "max-keys",
-    "max-uploads",
-    "prefix",
-    "upload-id-marker",
+QUERIES = {
+    "aws": _S3_QUERY,
+    "azure": {
+        *("blockid", "blocklisttype", "comp=block", "comp=blocklist", "comp=list", "delimiter"),
+        *("include=uncommittedblobs", "marker", "maxresults", "prefix", "restype"),
+        *("se", "sig", "sp", "spr", "sr", "sv"),  # a signature
+    },
+    "gcp": {
+        *_S3_QUERY,
+        *("alt=media", "fields", "ifGenerationMatch", "ifMetagenerationNotMatch"),
+        *("ifSourceGenerationMatch", "name", "pageToken", "prettyPrint", "projection=noAcl"),
+        "uploadType=multipart",
+    },
 }
+"""What queries may hold without needing more; whatever else they hold is not known."""
 
-_AZURE: Known = {
-    ("GET", "container", frozenset({"restype", "comp=list"})): "List Blobs",
-    ("GET", "blob", frozenset()): "Get Blob",
-    ("HEAD", "blob", frozenset()): "Get Blob Properties",
-    ("PUT", "blob", frozenset()): "Put Blob",
-    ("DELETE", "blob", frozenset()): "Delete Blob",
-    ("PUT", "blob", frozenset({"comp=block", "blockid"})): "Put Block",
-    ("PUT", "blob", frozenset({"comp=blocklist"})): "Put Block List",
-    ("GET", "blob", frozenset({"comp=blocklist", "blocklisttype"})): "Get Block List",
+_TELLING = {"alt", "comp", "include", "projection", "uploadType"}  # by their values
+_COPIES = {"PutObject": "CopyObject", "UploadPart": "UploadPartCopy"}
+_NAMES = {
+    "aws": {},
+    "azure": {
+        "ListObjectsV2": "List Blobs",
+        "ListMultipartUploads": "List Blobs",
+        "ListParts": "Get Block List",
+        "GetObject": "Get Blob",
+        "HeadObject": "Get Blob Properties",
+        "PutObject": "Put Blob",
+        "CopyObject": "Copy Blob From URL",
+        "DeleteObject": "Delete Blob",
+        "UploadPart": "Put Block",
+        "UploadPartCopy": "Put Block From URL",
+        "CompleteMultipartUpload": "Put Block List",
+    },
+    "gcp": {
+        "ListObjectsV2": "objects.list",
+        "GetObject": "objects.get",
+        "HeadObject": "objects.get",
+        "PutObject": "objects.insert",
+        "CopyObject": "objects.rewrite",
+        "DeleteObject": "objects.delete",
+        "ListMultipartUploads": "multipartUploads.list",
+        "CreateMultipartUpload": "multipartUploads.create",
+        "UploadPart": "multipartUploads.putPart",
+        "CompleteMultipartUpload": "multipartUploads.complete",
+        "AbortMultipartUpload": "multipartUploads.abort",
+    },
 }
-_AZURE_PAGING = {"delimiter", "include=uncommittedblobs", "marker", "maxresults", "prefix"}
-_AZURE_SIGNATURE = {"se", "sig", "sp", "spr", "sr", "sv"}
-
-_GCS: Known = {
-    ("POST", "upload objects", frozenset({"uploadType=multipart", "name"})): "objects.insert",
-    ("GET", "objects", frozenset()): "objects.list",
-    ("GET", "object", frozenset()): "objects.get",
-    ("DELETE", "object", frozenset()): "objects.delete",
-    ("POST", "rewrite", frozenset()): "objects.rewrite",
-    ("GET", "bucket", frozenset({"uploads"})): "multipartUploads.list",
-    ("POST", "key", frozenset({"uploads"})): "multipartUploads.create",
-    ("PUT", "key", frozenset({"partNumber", "uploadId"})): "multipartUploads.putPart",
-    ("POST", "key", frozenset({"uploadId"})): "multipartUploads.complete",
-    ("DELETE", "key", frozenset({"uploadId"})): "multipartUploads.abort",
-}
-_GCS_PAGING = _S3_PAGING | {
-    "alt=media",
-    "fields",
-    "ifGenerationMatch",
-    "ifMetagenerationNotMatch",
-    "ifSourceGenerationMatch",
-    "pageToken",
-    "prettyPrint",
-    "projection=noAcl",
-}
-_GCS_PATHS = {
-    "upload objects": r"/upload/storage/v1/b/[^/]+/o",
-    "objects": r"/storage/v1/b/[^/]+/o",
-    "object": r"(/download)?/storage/v1/b/[^/]+/o/[^/]+",
-    "rewrite": r"/storage/v1/b/[^/]+/o/[^/]+/rewriteTo/b/[^/]+/o/[^/]+",
-    "json": r"/(upload/|download/)?storage/.*",
-    "bucket": r"/[^/]+",
-    "key": r"/[^/]+/.+",
-}
-
-
-def _asked(query: str, telling: set[str]) -> set[str]:
-    """The names of a query, with the values of those that tell operations apart."""
-    pairs = parse_qsl(query, keep_blank_values=True)
-    return {f"{name}={value}" if name in telling else name for name, value in pairs}
-
-
-def s3_operation(method: str, target: str) -> str:
-    """The operation of a path-style request; what is not known to need no more is described."""
-    parts = urlsplit(target)
-    about = "key" if "/" in parts.path.strip("/") else "bucket"
-    asked = _asked(parts.query, set()) - (_S3_PAGING if about == "bucket" else set())
-    return _S3.get((method, about, frozenset(asked)), f"{method} {target}")
-
-
-def azure_operation(method: str, target: str) -> str:
-    """The operation of a request to an account that is the first segment of the path."""
-    parts = urlsplit(target)
-    about = "blob" if parts.path.strip("/").count("/") > 1 else "container"
-    asked = _asked(parts.query, {"comp", "include"}) - _AZURE_SIGNATURE
-    asked -= _AZURE_PAGING if about == "container" else set()
-    return _AZURE.get((method, about, frozenset(asked)), f"{method} {target}")
-
-
-def gcs_operation(method: str, target: str) -> str:
-    """The method of the JSON API, or the operation of the XML API by the name of its permission."""
-    parts = urlsplit(target)
-    about = next(kind for kind, form in _GCS_PATHS.items() if re.fullmatch(form, parts.path))
-    asked = _asked(parts.query, {"alt", "projection", "uploadType"}) - _GCS_PAGING
-    return _GCS.get((method, about, frozenset(asked)), f"{method} {target}")
-
-
-OPERATIONS: dict[str, Callable[[str, str], str]] = {
-    "aws": s3_operation,
-    "azure": azure_operation,
-    "gcp": gcs_operation,
-}
-"""By module: what names a request, from its method and its path with the query."""
-
-_OF_COPIES = {
-    "PutObject": "CopyObject",
-    "UploadPart": "UploadPartCopy",
-    "Put Blob": "Copy Blob From URL",
-    "Put Block": "Put Block From URL",
-}
-"""What a request is that names a source instead of sending bytes."""
 
 
 def named(cloud: str, request: Request) -> str:
-    """The operation of a request."""
-    name = OPERATIONS[cloud](request.method, request.target)
-    sources = (request.header("x-amz-copy-source"), request.header("x-ms-copy-source"))
-    return _OF_COPIES.get(name, name) if any(sources) else name
+    """A request by the name of its operation; what is not known to need no more is described."""
+    asked = {f"{n}={v}" if n in _TELLING else n for n, v in request.query.items()}
+    if asked - QUERIES[cloud]:
+        return f"{request.method} {request.target}"
+    copies = request.header("x-amz-copy-source") or request.header("x-ms-copy-source")
+    name = _COPIES.get(request.operation) if copies else request.operation
+    return _NAMES[cloud].get(name, name)
 
 
 @dataclass
@@ -204,7 +140,7 @@ def _aws(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
 
 def _azure(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
     server = request.getfixturevalue("azurite")
-    proxy = stack.enter_context(FaultyProxy(server.url))
+    proxy = stack.enter_context(FaultyProxy(server.url, naming=azure_naming))
     container = f"container-{uuid.uuid4().hex[:12]}"
     with BlobServiceClient.from_connection_string(server.connection_string) as service:
         service.create_container(container)
@@ -215,7 +151,7 @@ def _azure(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
 
 def _gcp(stack: ExitStack, request: pytest.FixtureRequest) -> Cloud:
     stub = stack.enter_context(GcsStub("bucket"))
-    proxy = stack.enter_context(FaultyProxy(stub.url))
+    proxy = stack.enter_context(FaultyProxy(stub.url, naming=google_naming))
     config = _config(gcs=GCSOptions(endpoint_url=proxy.url))
     return Cloud("gcp", proxy, "gs://bucket", config)
 

@@ -26,6 +26,7 @@ def s3_naming(method: str, target: str) -> tuple[str, str]:
         ("POST", "uploads" in query, "CreateMultipartUpload"),
         ("POST", "uploadId" in query, "CompleteMultipartUpload"),
         ("GET", "uploads" in query, "ListMultipartUploads"),
+        ("GET", keyed and "uploadId" in query, "ListParts"),
         ("GET", keyed, "GetObject"),
         ("GET", "list-type" in query, "ListObjectsV2"),
         ("HEAD", keyed, "HeadObject"),
@@ -44,6 +45,7 @@ def google_naming(method: str, target: str) -> tuple[str, str]:
     key = unquote(match[3]) if match[3] else query.get("name", "")
     known: list[tuple[str, bool, str]] = [
         ("POST", match[1] is not None, "PutObject"),
+        ("POST", "/rewriteTo/" in target, "CopyObject"),
         ("GET", not key, "ListObjectsV2"),
         ("GET", query.get("alt") == "media", "GetObject"),
         ("GET", True, "HeadObject"),
