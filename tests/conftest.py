@@ -80,6 +80,14 @@ def s3_url(_own_surroundings: None) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory):
+    """Signs the certificates of servers at 127.0.0.1."""
+    from support.authority import Authority
+
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
 @pytest.fixture
 def s3_config(s3_url: str) -> Config:
     """Options that lead to the server, and that give up soon."""

@@ -12,7 +12,6 @@ from cloudckpt import AzureOptions, Config, GCSOptions, RetryPolicy, S3Options, 
 from cloudckpt.doctor import Finding, examine, surroundings, trials
 from cloudckpt.errors import ConfigError
 from cloudckpt.stores.s3.store import S3Store
-from support.authority import Authority
 from support.emulators import free_port
 from support.forwarding import forward_proxy
 from support.memory_store import MemoryStore
@@ -22,11 +21,6 @@ from support.wire.proxy import FaultyProxy
 
 MIB = 1024 * 1024
 DENIED = s3_error(403, "AccessDenied")
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture
@@ -95,14 +89,18 @@ def test_a_missing_permission_is_named_and_the_rest_is_tried(
     assert "clock" in outcomes(found, "ok")
 
 
-def test_what_can_not_be_deleted_is_told(end, bucket, s3_client) -> None:
+def test_what_can_not_be_deleted_is_told_and_can_be_swept(end, bucket, s3_client) -> None:
     end.inject(DENIED, operation="DeleteObject")
-    found = examined(f"s3://{bucket}/run", config_of(end.url))
+    config = config_of(end.url)
+    found = examined(f"s3://{bucket}/run", config)
     left = everything(s3_client, bucket)
     assert found["clean-up"].outcome == "failed"
     assert left
     assert all(f"s3://{bucket}/{key}" in found["clean-up"].found for key in left)
     assert f"s3://{bucket}/run/.cloudckpt-doctor." in found["clean-up"].advice
+    end.clear()
+    sweep(f"s3://{bucket}/run", older_than=-1.0, config=config)
+    assert everything(s3_client, bucket) == []
 
 
 @pytest.mark.parametrize(
@@ -170,16 +168,6 @@ def test_a_clock_that_is_wrong_is_told(end, bucket, monkeypatch, ahead, outcome)
     found = examined(f"s3://{bucket}/run", config_of(end.url), read_only=True)
     assert found["clock"].outcome == outcome
     assert abs(found["clock"].values["skew_seconds"] - ahead) <= 5
-
-
-def test_what_a_killed_doctor_has_left_is_swept(end, bucket, s3_client) -> None:
-    end.inject(DENIED, operation="DeleteObject")
-    config = config_of(end.url)
-    examined(f"s3://{bucket}/run", config)
-    assert everything(s3_client, bucket) != []
-    end.clear()
-    sweep(f"s3://{bucket}/run", older_than=-1.0, config=config)
-    assert everything(s3_client, bucket) == []
 
 
 def test_a_check_that_hangs_is_broken_off_and_the_rest_goes_on(end, bucket, s3_client) -> None:

@@ -12,7 +12,6 @@ import pytest
 import cloudckpt
 from cloudckpt import Config
 from cloudckpt.stores.http import options as http
-from support.authority import Authority
 from support.wire.proxy import FaultyProxy
 
 from .dialects import CREDENTIALS, Endpoint
@@ -56,12 +55,6 @@ def _places(s3_url, authority) -> Iterator[Callable[[str], Place]]:
             return opened[name]
 
         yield place
-
-
-@pytest.fixture(scope="session")
-def authority(tmp_path_factory) -> Authority:
-    """Signs the certificates of servers."""
-    return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture

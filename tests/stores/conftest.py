@@ -23,7 +23,6 @@ from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.s3.store import S3Store
 from cloudckpt.uri import CheckpointURI
-from support.authority import Authority
 from support.dialects import AZURE_KEY
 
 pytest.register_assert_rewrite("support.contract")
@@ -257,12 +256,6 @@ def stub(stub_server):
 def server(stub):
     stub.reset_script()
     return stub
-
-
-@pytest.fixture(scope="session")
-def authority(tmp_path_factory):
-    """Vouches for servers at 127.0.0.1."""
-    return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="session")

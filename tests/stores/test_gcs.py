@@ -23,7 +23,6 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.base import ObjectInfo, Part
-from cloudckpt.stores.gcs.errors import from_answer
 from cloudckpt.stores.gcs.store import GCSStore
 from support.dialects import (
     CRC,
@@ -142,11 +141,6 @@ def test_a_read_is_refused_in_plain_text(store, server, status, text, expected):
     with pytest.raises(expected) as caught:
         store.get("run/object")
     assert text in str(caught.value)
-
-
-@pytest.mark.parametrize("body", [b"Not Found", b"default backend - 404"])
-def test_google_itself_says_what_is_missing_in_its_own_words(body):
-    assert type(from_answer(404, {}, body, "GET", "gs://bucket/run/object")) is ServerError
 
 
 IN_WORDS = {"errors": [{"domain": "global", "message": "Object run/object does not exist."}]}

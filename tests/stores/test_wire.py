@@ -57,19 +57,15 @@ def failure(store, status, headers=(), body=b""):
 
 
 @in_all
-def test_a_store_makes_one_attempt(dialect, store, server, verb):
-    server.respond(lambda request: server.Answer(503))
-    with pytest.raises(ThrottledError):
-        dialect.verbs[verb](store)
-    assert len(server.requests) == 1
-
-
-@in_all
-def test_a_connection_that_closes_without_an_answer_is_lost(dialect, store, server, verb):
-    server.answer(mute=True)
-    with pytest.raises(ConnectionLostError) as caught:
+@pytest.mark.parametrize(
+    ("answer", "error"), [({"status": 503}, ThrottledError), ({"mute": True}, ConnectionLostError)]
+)
+def test_a_store_makes_one_attempt(dialect, store, server, verb, answer, error):
+    server.respond(lambda request: server.Answer(**answer))
+    with pytest.raises(error) as caught:
         dialect.verbs[verb](store)
     assert not caught.value.certain
+    assert len(server.requests) == 1
 
 
 def test_an_endpoint_that_is_not_there_is_a_lost_connection(dialect, opened):
@@ -329,22 +325,16 @@ def test_a_proxy_for_all_is_asked_unless_there_is_one_for_the_scheme(
 # when to come back
 
 
+NO_TIMES = [
+    *("soon", "-1", "", "1.5", email.utils.formatdate(0, usegmt=True), "²"),
+    "Fri, 31 Dec 2100 00:00:00 +9999999999999",
+]
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_retry_after_is_passed_on(store, status):
-    assert failure(store, status, {"Retry-After": "7"}).retry_after == 7.0
-
-
-def test_retry_after_may_be_a_date(store):
+def test_retry_after_is_passed_on_if_it_is_a_time(store, status):
     later = email.utils.formatdate(time.time() + 3600, usegmt=True)
-    assert 3000 < failure(store, 503, {"Retry-After": later}).retry_after <= 3600
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *("soon", "-1", "", "1.5", email.utils.formatdate(0, usegmt=True), "²"),
-        "Fri, 31 Dec 2100 00:00:00 +9999999999999",
-    ],
-)
-def test_a_retry_after_that_is_no_number_of_seconds_does_no_harm(store, value):
-    assert failure(store, 503, {"Retry-After": value}).retry_after is None
+    assert failure(store, status, {"Retry-After": "7"}).retry_after == 7.0
+    assert 3000 < failure(store, status, {"Retry-After": later}).retry_after <= 3600
+    for value in NO_TIMES:
+        assert failure(store, status, {"Retry-After": value}).retry_after is None
