@@ -15,23 +15,6 @@ from cloudckpt.stores.capabilities import Capabilities
 
 T = TypeVar("T")
 
-Verb = Literal[
-    "put",
-    "create_upload",
-    "put_part",
-    "complete_upload",
-    "copy",
-    "copy_part",
-    "abort_upload",
-    "list_uploads",
-    "get",
-    "get_range",
-    "head",
-    "list",
-    "delete",
-]
-"""A method of :class:`~cloudckpt.stores.base.ObjectStore` that talks to the store."""
-
 When = Literal["before", "during", "after"]
 """``before``: nothing happened. ``during``: some bytes moved. ``after``: the answer was lost."""
 
@@ -40,7 +23,7 @@ When = Literal["before", "during", "after"]
 class _Fault:
     """A rule, and how many calls it has looked at."""
 
-    verb: Verb
+    verb: str
     make: Callable[[str], BaseException]
     calls: Collection[int] | None
     probability: float
@@ -50,7 +33,7 @@ class _Fault:
     name: str
     seen: int = 0
 
-    def strikes(self, verb: Verb, key: str) -> int:
+    def strikes(self, verb: str, key: str) -> int:
         """The number of this call if it fails, else 0; to be asked exactly once for each call."""
         if verb != self.verb or not self.where(key):
             return 0
@@ -69,7 +52,7 @@ class _Fault:
         return error
 
 
-def _passing(verb: Verb) -> Any:
+def _passing(verb: str) -> Any:
     """A method that passes calls on, and makes some of them fail.
 
     Its first argument is a key, an upload, or the store that is copied from.
@@ -91,7 +74,7 @@ class FaultyStore(ObjectStore):
     """Passes every call on to another store and makes chosen ones fail.
 
     >>> from cloudckpt.errors import ConnectionLostError, ThrottledError
-    >>> from memory_store import MemoryStore
+    >>> from support.memory_store import MemoryStore
     >>> store = FaultyStore(MemoryStore("doctest"))
     >>> store.fail("put_part", ThrottledError, calls=[2])
     >>> store.fail("complete_upload", ConnectionLostError, calls=[1], when="after")
@@ -127,7 +110,7 @@ class FaultyStore(ObjectStore):
 
     def fail(
         self,
-        verb: Verb,
+        verb: str,
         error: Callable[[str], BaseException],
         *,
         calls: Collection[int] | None = None,
@@ -139,7 +122,7 @@ class FaultyStore(ObjectStore):
         """Makes calls of ``verb`` fail from now on.
 
         Args:
-            verb: The method.
+            verb: The method of :class:`~cloudckpt.stores.base.ObjectStore`.
             error: Makes the error from a message: an error class, or a function that may also do
                 something at this moment.
             calls: Which calls fail, counted from 1 since this fault was set; by default all do,
@@ -202,7 +185,7 @@ class FaultyStore(ObjectStore):
         return self._listed("list", prefix, self.inner.list_level, retry)
 
     def _listed(
-        self, verb: Verb, prefix: str, listing: Callable[[str], Iterator[T]], retry: Retry
+        self, verb: str, prefix: str, listing: Callable[[str], Iterator[T]], retry: Retry
     ) -> Iterator[T]:
         return iter(retry(lambda: self._call(verb, prefix, lambda: [*listing(prefix)])))
 
@@ -218,7 +201,7 @@ class FaultyStore(ObjectStore):
     def uri(self, key: str) -> str:
         return self.inner.uri(key)
 
-    def _struck(self, verb: Verb, key: str) -> tuple[_Fault | None, int]:
+    def _struck(self, verb: str, key: str) -> tuple[_Fault | None, int]:
         """The fault that strikes a call, and the number of the call."""
         with self._lock:
             self.calls[verb] += 1
@@ -232,7 +215,7 @@ class FaultyStore(ObjectStore):
         return fault.error(number)
 
     def _call(
-        self, verb: Verb, key: str, call: Callable[[], T], progress: Progress | None = None
+        self, verb: str, key: str, call: Callable[[], T], progress: Progress | None = None
     ) -> T:
         fault, number = self._struck(verb, key)
         if fault is None:

@@ -15,10 +15,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.planner import SavePlanner
+
 from support.emulators import free_port
 from support.forks import context
 
-_START = 200.0  # seconds that a process may take; the first one waits for the import of torch
+_START = 200.0  # seconds that a process may take to begin
 _GRACE = 40.0  # seconds that the others have left once a rank has raised
 _COLLECTIVE = 150.0  # seconds that a collective may take
 
@@ -167,9 +172,6 @@ class Ranks:
 
 
 def _serve(pipe: Connection) -> None:
-    import torch
-    from torch.distributed.checkpoint import _async_process_executor
-
     torch.set_num_threads(1)
     gc.freeze()  # what was imported needs no look at each collection
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -203,9 +205,6 @@ def _answer(message: bytes) -> tuple[bytes, bool]:
 
 
 def _run(job: _Job) -> Any:
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.planner import SavePlanner
-
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(job.store, job.world),
