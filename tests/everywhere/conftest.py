@@ -8,13 +8,13 @@ import pytest
 
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.stores import registry
-from faults.conftest import _places, authority
+from faults.conftest import _places
 from faults.dialects import CREDENTIALS, Endpoint, vendor_options
 from faults.places import Place as Server
 from support.memory_store import MemoryStore
 from support.wire.proxy import FaultyProxy
 
-__all__ = ["_places", "authority"]  # fixtures
+__all__ = ["_places"]  # a fixture
 
 RETRY = RetryPolicy(attempts=4, base=0.01, cap=0.05, deadline=20.0)
 CLOUDS = ("s3", "google", pytest.param("azure", marks=pytest.mark.azurite))

@@ -12,7 +12,6 @@ from faults.conftest import (
     _no_thread_stays_behind,
     _place,
     _places,
-    authority,
     dialect,
     direct,
     endpoint,
@@ -21,7 +20,7 @@ from faults.conftest import (
     store,
 )
 
-__all__ = ["_no_thread_stays_behind", "_place", "_places", "authority", "dialect", "direct"]
+__all__ = ["_no_thread_stays_behind", "_place", "_places", "dialect", "direct"]
 __all__ += ["endpoint", "places", "proxy", "shaky", "store"]
 
 _LAST_ROUND = 600.0  # seconds that a test may take beyond its share: hypothesis shrinks for 300
