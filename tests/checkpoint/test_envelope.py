@@ -135,10 +135,6 @@ def test_a_zip_reader_finds_fault_with_the_raw_data_alone_which_has_no_crc32():
         assert archive.read("archive/byteorder") == b"little"
 
 
-def test_the_envelope_of_equal_tensors_is_made_once():
-    assert envelope(torch.float32, (5, 6)) is envelope(torch.float32, (5, 6))
-
-
 def test_the_filters_of_warnings_stay_as_they_are_whatever_threads_do():
     """The one thread ends while the other is still inside, unless that one has to wait."""
     second_came, first_left, before = threading.Event(), threading.Event(), list(warnings.filters)

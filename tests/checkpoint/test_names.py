@@ -42,8 +42,3 @@ def test_names_that_were_drawn_are_known_and_those_of_others_are_not(name):
     assert is_drawn_name(name)
     for other in (f"{name}-gz", f"a{name}", name.replace(DRAWN, DRAWN[1:]), name.replace("a", "A")):
         assert not is_drawn_name(other)
-
-
-@pytest.mark.parametrize("name", [".metadata", "__0.metadata", "__0_0.distcp", "model.safetensors"])
-def test_names_that_others_give_too_are_not_drawn(name):
-    assert not is_drawn_name(name)

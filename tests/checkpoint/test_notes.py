@@ -18,6 +18,7 @@ from cloudckpt.checkpoint.notes import Notes, metrics_of, read_notes
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     ConfigError,
 )
 from cloudckpt.stores.registry import open_store
@@ -100,7 +101,7 @@ def test_without_a_checkpoint_there_are_no_notes(uri) -> None:
         read_notes(open_store(uri, Config()), uri, RETRIER)
 
 
-@pytest.mark.parametrize("other", [Notes(step=8), Notes()], ids=["others", "none"])
+@pytest.mark.parametrize("other", [Notes(step=8), Notes(), None], ids=["others", "none", "always"])
 def test_the_notes_of_a_checkpoint_that_is_replaced_meanwhile_are_the_new_ones(
     uri, other, monkeypatch
 ) -> None:
@@ -109,13 +110,17 @@ def test_the_notes_of_a_checkpoint_that_is_replaced_meanwhile_are_the_new_ones(
 
     def then_replaced(self, key):
         info = head(self, key)
-        if not looks:
+        if not looks or other is None:
             looks.append(key)
-            put(uri, framed(METADATA, other.to_json()))
+            put(uri, framed(METADATA, (other or Notes(step=len(looks))).to_json()))
         return info
 
     monkeypatch.setattr(type(store), "head", then_replaced)
-    assert read_notes(store, uri, RETRIER) == other
+    if other is not None:
+        assert read_notes(store, uri, RETRIER) == other
+        return
+    with pytest.raises(CheckpointReplacedError):
+        read_notes(store, uri, RETRIER)
 
 
 def test_a_damaged_byte_never_changes_notes_unnoticed(uri) -> None:

@@ -261,11 +261,7 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
     except (ObjectNotFoundError, CheckpointReplacedError):
         fetched = None
     if fetched is None or fetched.info.version != baseline.version:
-        raise CheckpointConflictError(
-            "the checkpoint to be overwritten was replaced or deleted since this save began; "
-            "this save was discarded",
-            uri=uri,
-        )
+        raise conflict(uri)
     return trusted(fetched, uri)
 
 

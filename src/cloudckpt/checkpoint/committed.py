@@ -81,13 +81,11 @@ def _fetch(store: ObjectStore, key: str, *, whole: bool) -> Fetched:
     start = 0 if whole else max(0, info.size - _TAIL)
     data = read_range(store, info, start, info.size)
     if start:
-        trailer = None
+        needed = info.size
         with contextlib.suppress(CheckpointCorruptError):  # a newer version: parsing it raises
             trailer = Trailer.at_end_of(data, store.uri(info.key))
-        needed = info.size
-        is_ours = trailer is not None and trailer.size + trailer.size_after_pickle == info.size
-        if trailer is not None and is_ours and trailer.body_size:
-            needed = trailer.size_after_pickle
+            if trailer is not None and trailer.size + trailer.size_after_pickle == info.size:
+                needed = trailer.size_after_pickle if trailer.body_size else info.size
         if needed > len(data):
             data = read_range(store, info, info.size - needed, start) + data
         elif needed < info.size:

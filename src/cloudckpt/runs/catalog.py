@@ -21,6 +21,7 @@ from cloudckpt.checkpoint.objects import (
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.errors import (
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointNotFoundError,
     CloudCheckpointError,
     ConfigError,
@@ -297,10 +298,8 @@ class Run:
         """Reads the notes of a step, and returns the error instead of raising it."""
         try:
             return self.notes(step)
-        except CheckpointNotFoundError:
-            return None
-        except (CheckpointCorruptError, StoreError) as error:
-            return error
+        except (CheckpointError, StoreError) as error:
+            return None if isinstance(error, CheckpointNotFoundError) else error
 
     def newest(self, steps: Sequence[int] | None = None) -> int | None:
         """Returns the newest committed step on the run's line; None if the line has none.
