@@ -209,8 +209,8 @@ class Checkpointer(ClosedAtExit):
                         "default_map_location= applies to loading without a state_dict: leave "
                         "one of them out"
                     )
-                planner = CloudLoadPlanner(location, strict=not leave_misfits or strict)
-                planner.allow_partial_load = not strict
+                is_strict = strict or not leave_misfits
+                planner = CloudLoadPlanner(location, strict=is_strict, partial=not strict)
                 return api.ToLoad(reader, planner)
             if strict:
                 raise ConfigError(

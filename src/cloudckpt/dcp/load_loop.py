@@ -117,7 +117,7 @@ class _Load:
         if planner is None:
             planner = DefaultLoadPlanner()
         if type(planner) is DefaultLoadPlanner and self._uri is not None:
-            planner = CloudLoadPlanner.like(planner, self._uri)
+            planner = CloudLoadPlanner(self._uri, partial=planner.allow_partial_load)
         self._planner = planner
         self._metadata = Metadata({})  # replaced by the metadata that are read
         self._plan = LoadPlan([])
@@ -166,7 +166,7 @@ class _Load:
             converted=None if ours is None else ours.converted,
             unused=content.others,
         )
-        if self._meeting.rank == 0 and getattr(planner, "tells", True):
+        if self._meeting.rank == 0 and getattr(planner, "logs", True):
             report.log()
         if self._ours is not None:
             self._ours.report = report

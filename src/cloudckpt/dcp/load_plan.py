@@ -78,9 +78,11 @@ class CloudLoadPlanner(DefaultLoadPlanner):
 
     Args:
         uri: The checkpoint, for messages.
-        strict: Whether all keys must be in the checkpoint and fit; otherwise those that fit are
+        strict: Whether entries must fit those of the checkpoint; otherwise those that fit are
             loaded, and the others keep their values.
-        tells: Whether to log what may not be intended, such as converted tensors.
+        partial: Whether the checkpoint may lack entries, which then keep their values; by default
+            if ``strict`` is False.
+        logs: Whether to log what may not be intended, such as converted tensors.
 
     Attributes:
         map_location: Device of tensors that are nested in other values; None: the device that they
@@ -91,22 +93,17 @@ class CloudLoadPlanner(DefaultLoadPlanner):
 
     map_location: str | torch.device | None = None
 
-    def __init__(self, uri: str, *, strict: bool = True, tells: bool = True) -> None:
-        super().__init__(allow_partial_load=not strict)
+    def __init__(
+        self, uri: str, *, strict: bool = True, partial: bool | None = None, logs: bool = True
+    ) -> None:
+        super().__init__(allow_partial_load=not strict if partial is None else partial)
         self._uri = uri
         self._strict = strict
-        self.tells = tells
+        self.logs = logs
         # maps a loaded value's name to the missing keys that it stands for
         self._whole: dict[str, list[str]] = {}
         self.left_alone: dict[str, str] = {}
         self.converted: dict[str, str] = {}
-
-    @classmethod
-    def like(cls, planner: DefaultLoadPlanner, uri: str) -> CloudLoadPlanner:
-        """Makes a planner that allows a partial load if one of torch's planners does."""
-        made = cls(uri)
-        made.allow_partial_load = planner.allow_partial_load
-        return made
 
     def set_up_planner(
         self,
@@ -167,7 +164,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         with paused_gc():
             plan, moved = plan_reads(self.state_dict, table, self._uri)
         types = conversions(self.state_dict, functools.partial(saved_type, table))
-        logs = self.tells and self.is_coordinator
+        logs = self.logs and self.is_coordinator
         check_types(types, self._uri, logs=logs)
         replaced = [name for name, how in self.converted.items() if how == _REPLACED]
         self.converted.update(dict.fromkeys(moved, "saved in other parts"))

@@ -248,7 +248,7 @@ def _load_by_file(files: Sequence[FilePlan], source: _Source) -> Callable[[int],
                 empty = torch.empty(one.shape, dtype=one.dtype, device="cpu")
                 loaded[source.names[one.name]] = empty
             reader = CloudStorageReader(source.uri, config=source.config)
-            planner = CloudLoadPlanner(reader.checkpoint_id, tells=False)
+            planner = CloudLoadPlanner(reader.checkpoint_id, logs=False)
             load_prepared(loaded, lambda: ToLoad(reader, planner), reader, no_dist=True)
             if reader.commit is None or reader.commit.info != source.commit:
                 raise CheckpointReplacedError(
