@@ -77,16 +77,12 @@ def test_a_tensor_of_a_class_that_torch_does_not_copy_is_copied_all_the_same(sta
 # ---- sharing
 
 
-def test_an_alias_takes_no_memory_of_its_own():
+def test_an_alias_takes_no_memory_of_its_own_and_a_view_only_that_of_what_it_shows():
     base = numbered(10_000)
     state = {"a": base, "b": base, "c": base.view(100, 100), "d": torch.nn.Parameter(base)}
     assert Layout.of(state).size == -(-40_000 // ALIGNMENT) * ALIGNMENT
-
-
-def test_only_what_is_shown_of_a_large_storage_is_copied():
-    base = numbered(1000, 1000)
-    assert Layout.of({"rows": base[500:502]}).size <= 8000 + 2 * ALIGNMENT
-    assert Layout.of({"element": base[999, 999]}).size <= 2 * ALIGNMENT
+    rows = base.view(100, 100)[50:52]
+    assert Layout.of({"rows": rows}).size <= 800 + 2 * ALIGNMENT
 
 
 # ---- modes of torch

@@ -157,6 +157,16 @@ def test_a_contiguous_tensor_takes_its_bytes_in_any_cuts(store, name, request_si
     assert torch.equal(target, as_tensor(data).view(60, 50).to(target.dtype))
 
 
+def test_a_box_is_taken_out_of_the_rows_around_it(store):
+    whole = torch.randn(40, 30)
+    data = stored(store, whole.numpy().tobytes())
+    target = torch.zeros(10, 8)
+    start = (5 * 30 + 11) * 4
+    sink = TensorSink(target, torch.float32, (40, 30))
+    fetch(store, [Wanted(source_of(data), start, start + (9 * 30 + 8) * 4, sink, False)])
+    assert torch.equal(target, whole[5:15, 11:19])
+
+
 # economy
 
 
