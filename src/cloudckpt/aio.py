@@ -43,7 +43,7 @@ async def exists(uri: URILike, *, config: Config | None = None) -> bool:
     """Returns whether there is a committed checkpoint at `uri`; see :func:`cloudckpt.exists`."""
     location = CheckpointURI.parse(uri)
     view = View(location, config_or_default(config))
-    return await _asked(view, lambda view: find_commit(view.look, location)) is not None
+    return await _request(view, lambda view: find_commit(view.look, location)) is not None
 
 
 async def latest(
@@ -51,7 +51,7 @@ async def latest(
 ) -> str | None:
     """Returns the URI of a run's newest committed step, or None; see :func:`cloudckpt.latest`."""
     found = Run(run, step_name=step_name, config=config)
-    step = await _asked(found.view, lambda view: found.through(view).newest())
+    step = await _request(found.view, lambda view: found.through(view).newest())
     return None if step is None else str(found.uri(step))
 
 
@@ -60,7 +60,7 @@ async def list_checkpoints(
 ) -> list[CheckpointSummary]:
     """Returns the committed checkpoints of a run; see :func:`cloudckpt.list_checkpoints`."""
     found = Run(run, step_name=step_name, config=config)
-    return await _asked(found.view, lambda view: found.through(view).summaries(), is_wide=True)
+    return await _request(found.view, lambda view: found.through(view).summaries(), is_wide=True)
 
 
 def watch(
@@ -81,13 +81,13 @@ def watch(
     Between polls, and while the caller processes a checkpoint, no thread waits. Leaving the loop,
     or cancelling it, ends the watch.
     """
-    return _found(Watch(Run(run, step_name=step_name, config=config), interval, start))
+    return _new_checkpoints(Watch(Run(run, step_name=step_name, config=config), interval, start))
 
 
-async def _found(watch: Watch) -> AsyncIterator[CheckpointSummary]:
+async def _new_checkpoints(watch: Watch) -> AsyncIterator[CheckpointSummary]:
     while True:
-        for step in await _asked(watch.run.view, watch.due):
-            found = await _asked(watch.run.view, partial(watch.look, step=step))
+        for step in await _request(watch.run.view, watch.due):
+            found = await _request(watch.run.view, partial(watch.look, step=step))
             if found is not None:
                 yield found
         await asyncio.sleep(watch.pause())
@@ -108,12 +108,12 @@ async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
     """
     cancelled = threading.Event()
 
-    def look(done: int, total: int) -> None:
+    def progress(done: int, total: int) -> None:
         if cancelled.is_set():
             raise TransferCancelledError("the verification was cancelled before it had finished")
 
     return await _in_thread(
-        lambda: verifying.verify(uri, config=config, progress=look), cancelled.set
+        lambda: verifying.verify(uri, config=config, progress=progress), cancelled.set
     )
 
 
@@ -131,7 +131,7 @@ _Gates = dict[tuple[object, ...], asyncio.Semaphore]
 _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Gates] = weakref.WeakKeyDictionary()
 
 
-async def _asked(view: View, question: Callable[[View], T], *, is_wide: bool = False) -> T:
+async def _request(view: View, call: Callable[[View], T], *, is_wide: bool = False) -> T:
     """Runs requests to a store in a thread, and returns their result; cancelling interrupts them.
 
     An event loop runs up to eight such calls per bucket at a time, or fewer if
@@ -142,7 +142,7 @@ async def _asked(view: View, question: Callable[[View], T], *, is_wide: bool = F
     most = 1 if is_wide else min(_AT_ONCE, config.requests_at_once)
     gates = _gates.setdefault(asyncio.get_running_loop(), {})
     async with gates.setdefault((view.location.root, config, is_wide), asyncio.Semaphore(most)):
-        return await _in_thread(lambda: question(view), view.cancel)
+        return await _in_thread(lambda: call(view), view.cancel)
 
 
 async def _in_thread(call: Callable[[], T], cancel: Callable[[], Any] = lambda: None) -> T:

@@ -27,15 +27,10 @@ _FOREIGN = {  # schemes of other tools, and what to write instead
     **dict.fromkeys(("s3a", "s3n"), "write s3://bucket/path"),
     "azure": "write az://container/path",
     **dict.fromkeys(("wasb", "wasbs"), "write abfss://container@account.dfs.core.windows.net/path"),
-    "local": "write file:///path",
     "dbfs": "on Databricks that is /dbfs/path, or better a volume, /Volumes/path",
     **dict.fromkeys(
         ("b2", "ceph", "cos", "cosn", "minio", "obs", "oss", "r2"),
         "write s3://bucket/path, and set AWS_ENDPOINT_URL_S3 to the URL of the service",
-    ),
-    **dict.fromkeys(
-        ("hdfs", "webhdfs", "viewfs", "nfs", "sftp", "ssh", "smb"),
-        "mount it, by NFS or FUSE, and write the path of the folder",
     ),
 }
 _FOREIGN_SCHEME = re.compile(rf"({'|'.join(_FOREIGN)}):/", re.IGNORECASE)
@@ -166,10 +161,10 @@ class CheckpointURI:
     def _file(cls, text: str) -> CheckpointURI:
         try:
             parts = urlsplit(text)
-            is_one = parts.netloc in ("", "localhost") and parts.path.startswith("/")
+            is_valid = parts.netloc in ("", "localhost") and parts.path.startswith("/")
         except ValueError:  # for brackets and other characters that no host contains
-            is_one = False
-        if not is_one:
+            is_valid = False
+        if not is_valid:
             raise InvalidURIError(
                 f"{_shown(text)!r} is not a valid local file URI; write file:///absolute/path"
             )
@@ -355,9 +350,9 @@ def text_of(location: object) -> str | None:
     """
     if isinstance(location, str):
         return str.__str__(location)  # the value of a member of a string enum
-    said = str(location)
-    if _SCHEME.match(said):
-        return said
+    text = str(location)
+    if _SCHEME.match(text):
+        return text
     path = os.fspath(location) if isinstance(location, os.PathLike) else None
     return path if isinstance(path, str) else None
 

@@ -435,7 +435,7 @@ def test_many_threads_whose_credentials_failed_look_once():
         def release(self):
             self.lock.release()
 
-    credentials._look_again._lock = Counted()
+    credentials._fetch_again._lock = Counted()
 
     refused = at_once(8, credentials.get)
     assert len(looks) == 2

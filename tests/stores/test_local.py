@@ -304,7 +304,7 @@ def test_a_lock_that_is_never_released_is_an_error(store, tmp_path, monkeypatch)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        with pytest.raises(StoreError):
+        with pytest.raises(StoreError, match="another writer"):
             put(store, tmp_path / "object", b"data")
         assert files_below(tmp_path) == []
     finally:

@@ -74,7 +74,7 @@ def test_a_watch_whose_thread_is_gone_gets_another_one(watch, sock, monkeypatch)
     def end(*_):
         raise SystemExit
 
-    monkeypatch.setattr(watch, "_look_at", end)
+    monkeypatch.setattr(watch, "_check", end)
     before = {*threading.enumerate()}
     with watch.step(sock, limit=30.0):
         for thread in {*threading.enumerate()} - before:
@@ -144,6 +144,6 @@ def test_a_step_that_moves_a_byte_now_and_then_is_not_silent(link):
     for now in (50.0, 100.0):
         link[1].sendall(b"x")
         assert len(link[0].recv(1)) == 1
-        step.look(now)
-        step.look(now + 9.0)
+        step.check(now)
+        step.check(now + 9.0)
         assert step.moved == now

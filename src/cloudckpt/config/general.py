@@ -155,8 +155,8 @@ class Config(Options):
 
     def _check(self) -> None:
         given = frozenset(name for name in os.environ if name.startswith(Config.variables))
-        if strangers := given - _variables():
-            _tell(strangers)
+        if unknown := given - _variables():
+            _warn_unknown(unknown)
 
     @property
     def most_connections(self) -> int:
@@ -202,13 +202,13 @@ def _variables() -> frozenset[str]:
 
 
 @cache
-def _tell(strangers: frozenset[str]) -> None:
+def _warn_unknown(unknown: frozenset[str]) -> None:
     """Warns, once per process, of ``CLOUDCKPT_*`` variables that are not options."""
-    for name in sorted(strangers):
+    for name in sorted(unknown):
         if not name.startswith("CLOUDCKPT_TEST_"):  # tests read these to find a store
-            near = difflib.get_close_matches(name, _variables(), n=1)
+            similar = difflib.get_close_matches(name, _variables(), n=1)
             logger.warning(
                 "the environment variable %s is not an option of cloudckpt and has no effect%s",
                 name,
-                f"; did you mean {near[0]}?" if near else "",
+                f"; did you mean {similar[0]}?" if similar else "",
             )

@@ -78,11 +78,11 @@ class _Option:
     def __repr__(self) -> str:
         return f"{self.variable} or {self.default!r}"
 
-    def kind_and_words(self) -> tuple[Any, tuple[Any, ...]]:
+    def type_and_words(self) -> tuple[Any, tuple[Any, ...]]:
         """Returns the type of the option's values (None: only words are valid), and its words."""
         hint = _hints_of(self.owner)[self.name]
-        is_one = get_origin(hint) in (None, Annotated, Literal, tuple)
-        kinds = [hint] if is_one else get_args(hint)
+        is_single = get_origin(hint) in (None, Annotated, Literal, tuple)
+        kinds = [hint] if is_single else get_args(hint)
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
         none = type(None)
         types = [kind for kind in kinds if kind is not none and get_origin(kind) is not Literal]
@@ -93,7 +93,7 @@ class _Option:
         text = os.environ.get(self.variable)
         if not text:
             return self.default
-        kind, words = self.kind_and_words()
+        kind, words = self.type_and_words()
         if kind is None or text in words:
             return text
         try:
@@ -108,7 +108,7 @@ class _Option:
         Raises:
             ConfigError: If the value is not valid.
         """
-        kind, words = self.kind_and_words()
+        kind, words = self.type_and_words()
         shown = f"{self.owner.__name__}.{self.name}={value!r}"
         if (value is None or isinstance(value, str)) and value in words:
             return value
@@ -218,10 +218,10 @@ def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
     )
     try:
         parts = urlsplit(url)
-        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # wrong brackets, or an invalid port
-        is_one = False
-    require(is_one, f"{name}={url!r} must begin with http:// or https://, and name a host")
+        is_valid = False
+    require(is_valid, f"{name}={url!r} must begin with http:// or https://, and name a host")
 
 
 def _read_size(text: str) -> int:

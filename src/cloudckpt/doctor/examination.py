@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.doctor import surroundings
-from cloudckpt.doctor.findings import Checks, Finding, Look, failed, failed_by, ok, skipped, warning
+from cloudckpt.doctor.findings import Checks, Finding, Test, failed, failed_by, ok, skipped, warning
 from cloudckpt.doctor.trials import NEEDS, Trials
 from cloudckpt.errors import ConfigError, InvalidURIError
 from cloudckpt.stores.base import ObjectStore
@@ -64,15 +64,15 @@ def examine(
         checks.add(check, failed_by(error))
         return checks.findings
     checks.add("location", ok(f"{uri}", values={"scheme": uri.scheme}))
-    store = _reached(checks, uri, config)
+    store = _connected(checks, uri, config)
     if store is not None and not checks.hopeless:
-        _tried(checks, Trials(store, uri, config, size), uri, store, read_only)
+        _run_trials(checks, Trials(store, uri, config, size), uri, store, read_only)
     else:
         checks.add("list", skipped("no tests in the bucket, because of the failure above"))
     return checks.findings
 
 
-def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore | None:
+def _connected(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore | None:
     """Checks credentials and connection; returns the store, or None if it can't be opened."""
     opened: list[ObjectStore] = []
 
@@ -97,7 +97,7 @@ def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore 
     try:
         checks.run(
             "connection",
-            lambda retrier: retrier.call(connection.look),
+            lambda retrier: retrier.call(connection.test),
             is_vital=True,
             interrupt=connection.interrupt,
         )
@@ -107,11 +107,11 @@ def _reached(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore 
     return store
 
 
-def _tried(
+def _run_trials(
     checks: Checks, trials: Trials, uri: CheckpointURI, store: ObjectStore, read_only: bool
 ) -> None:
-    reading: dict[str, Look] = {"list": trials.list, "read": trials.read}
-    writing: dict[str, Look] = {
+    reading: dict[str, Test] = {"list": trials.list, "read": trials.read}
+    writing: dict[str, Test] = {
         "list": trials.list,
         "write": trials.write,
         "read": trials.read,
@@ -122,13 +122,13 @@ def _tried(
     }
     before = store.route().region if isinstance(store, RestStore) else ""
     try:
-        for name, look in (reading if read_only else writing).items():
+        for name, call in (reading if read_only else writing).items():
             if checks.hopeless:
                 checks.add(name, skipped("not tried, because of the failure above"))
                 continue
             needs = NEEDS.get(name, NEEDS["write"]).get(uri.scheme, "")
             is_first = name == "list"
-            checks.run(name, look, needs=needs, is_vital=is_first, interrupt=store.interrupt)
+            checks.run(name, call, needs=needs, is_vital=is_first, interrupt=store.interrupt)
             if is_first and isinstance(store, RestStore) and store.route().region != before:
                 there = store.route().region
                 found = f"the bucket is in {there}, not in {before or 'the default region'}"

@@ -25,7 +25,7 @@ from cloudckpt.transfer.retry import Retrier
 __all__ = [
     "Checks",
     "Finding",
-    "Look",
+    "Test",
     "Outcome",
     "Values",
     "failed",
@@ -94,7 +94,7 @@ def skipped(found: str) -> Finding:
     return Finding(outcome="skipped", found=found)
 
 
-Look = Callable[[Retrier], Finding]
+Test = Callable[[Retrier], Finding]
 """A check: returns its finding; an error that it raises becomes a finding."""
 
 
@@ -122,7 +122,7 @@ class Checks:
     def run(
         self,
         check: str,
-        look: Look,
+        call: Test,
         *,
         needs: str = "",
         is_vital: bool = False,
@@ -132,7 +132,7 @@ class Checks:
 
         Args:
             check: The name of the check.
-            look: The check.
+            call: The check.
             needs: The permission that it requires.
             is_vital: Whether a lost connection makes later checks of the store pointless.
             interrupt: Interrupts the network waits of threads, given their identifiers.
@@ -143,7 +143,7 @@ class Checks:
 
         def work() -> None:
             try:
-                found.append(look(Retrier(_POLICY, cancellation)))
+                found.append(call(Retrier(_POLICY, cancellation)))
             except CloudCheckpointError as error:
                 is_lost = is_vital and isinstance(error, ConnectionLostError)
                 self.hopeless = self.hopeless or is_lost or isinstance(error, _HOPELESS)

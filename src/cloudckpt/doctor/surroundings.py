@@ -63,7 +63,7 @@ class Connection:
         self._skew: float | None = None
         self.interrupt = self._http.interrupt
 
-    def look(self) -> Finding:
+    def test(self) -> Finding:
         """Connects, sends the request and reports the response time; notes the server's clock.
 
         Raises:
@@ -80,7 +80,7 @@ class Connection:
     def clock(self) -> Finding:
         """Reports how far this machine's clock is from the server's."""
         if self._skew is None:
-            return skipped("the server's answer has no date to compare with")
+            return skipped("the server's response has no date to compare with")
         skew = round(self._skew)
         values: Values = {"skew_seconds": skew}
         side = "ahead of" if skew > 0 else "behind"

@@ -122,7 +122,7 @@ class Trials:
                 "use a newer version of the store; or, if one job at a time writes to a location, "
                 "set CLOUDCKPT_CONDITIONAL_WRITES=off",
             )
-        found = "writes on conditions are honoured: of two writers, one commits"
+        found = "conditional writes work: of two concurrent writers, one commits"
         if store.capabilities.conditional_deletes:
             return ok(f"{found}; conditional deletions are documented")
         return warning(
@@ -135,7 +135,7 @@ class Trials:
         """Checks that the store refuses a write with a wrong checksum."""
         store, kind = self._store, self._store.capabilities.checksum.name
         if not store.capabilities.verifies:
-            return skipped("none are sent; blocks are verified when they are read")
+            return skipped("no checksum is sent; blocks are verified when they are read")
         wrong = partial(
             store.put,
             self._key("wrong"),
@@ -165,9 +165,9 @@ class Trials:
         body = [memoryview(self._content)]
         checksum = store.capabilities.checksum.of(self._content)
         retrier.call(lambda: store.put_part(upload, 1, body, checksum=checksum))
-        listed = [one.id for one in store.list_uploads(key, retrier.call)]
+        listed = [each.id for each in store.list_uploads(key, retrier.call)]
         retrier.call(lambda: store.abort_upload(upload))
-        if upload.id in [one.id for one in store.list_uploads(key, retrier.call)]:
+        if upload.id in [each.id for each in store.list_uploads(key, retrier.call)]:
             return failed(
                 "an aborted upload still exists",
                 "use a newer version of the store, or set a rule that ends open uploads",

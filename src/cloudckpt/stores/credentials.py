@@ -81,14 +81,13 @@ class NoCredentials:
 class Issued(NamedTuple):
     """A source of credentials, and the secrets that it has issued for a request."""
 
-    source: Any
+    source: Source
     secrets: tuple[str, ...]
 
     def __repr__(self) -> str:
         return f"Issued({self.source!r})"
 
 
-S = TypeVar("S", bound=Source)
 T = TypeVar("T")
 
 Errors = Callable[[Exception], CloudCheckpointError]
@@ -135,7 +134,7 @@ class SharedCall(Generic[T]):
             self._lock.release()
 
 
-class Credentials(Generic[S]):
+class Credentials:
     """The credentials of a store, which are looked up again when the store refuses them.
 
     A job may outlive the credentials that its environment and files held when the store was opened;
@@ -148,25 +147,25 @@ class Credentials(Generic[S]):
             new ones yet.
     """
 
-    def __init__(self, look: Callable[[], S], errors: Errors) -> None:
+    def __init__(self, find: Callable[[], Source], errors: Errors) -> None:
         """Looks up credentials.
 
         Args:
-            look: Returns a source from the current environment and files.
-            errors: Converts the exceptions of `look` and of the source.
+            find: Returns a source from the current environment and files.
+            errors: Converts the exceptions of `find` and of the source.
         """
 
-        def look_again() -> tuple[S, tuple[str, ...]]:
-            found = look()
-            return found, found.secrets()
+        def fetch() -> Issued:
+            found = find()
+            return Issued(found, found.secrets())
 
         self._errors = errors
-        self._look_again = SharedCall(look_again, errors)
+        self._fetch_again = SharedCall(fetch, errors)
         self._has_failed = False
         self._were_issued = False
         self.have_worked = False
         try:
-            self.current = look()
+            self.current: Source = find()
         except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
             raise_without_context(errors(exc))
 
@@ -182,7 +181,7 @@ class Credentials(Generic[S]):
         """
         try:
             if self._has_failed:
-                self.current, _ = self._look_again()
+                self.current, _ = self._fetch_again()
                 self._has_failed = False
             source = self.current
             secrets = source.secrets()
@@ -199,7 +198,7 @@ class Credentials(Generic[S]):
                 error = ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
         raise error
 
-    def renew(self, refused: S, secrets: tuple[str, ...]) -> bool:
+    def renew(self, refused: Source, secrets: tuple[str, ...]) -> bool:
         """Looks refused credentials up again; returns whether the store now has different ones.
 
         Args:
@@ -212,7 +211,7 @@ class Credentials(Generic[S]):
         if self.current is not refused:
             return True
         try:
-            found, issued = self._look_again()
+            found, issued = self._fetch_again()
         except TransientStoreError:
             raise
         except CloudCheckpointError:
@@ -272,7 +271,7 @@ class Access(ABC):
     url: str
     endpoint_from: str
     http_options: HttpOptions
-    credentials: Credentials[Any]
+    credentials: Credentials
 
     @abstractmethod
     def authorize(

@@ -60,6 +60,12 @@ __all__ = ["LocalStore"]
 # error codes after which the operation was certainly not carried out
 _NOT_TAKEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EXDEV}
 _NOT_TAKEN |= {errno.EMLINK, errno.ENOSPC, errno.EDQUOT}
+_LIMIT = "the process or the machine has too many open files; raise the limit (ulimit -n)"
+_TEXTS = {
+    errno.EMFILE: _LIMIT,
+    errno.ENFILE: _LIMIT,
+    errno.EAGAIN: "another writer has held the lock of this folder for a minute; is it suspended?",
+}
 _MOST_DELETIONS = 100  # attempts to create a file while other processes delete its folder
 _MOST_BUFFERS = 512  # buffers per system call; below IOV_MAX of every POSIX system in use
 
@@ -334,7 +340,7 @@ class LocalStore(ObjectStore):
     def _publish(
         self, upload: Upload, file: int, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:
-        key, is_there = upload.key, False
+        key, is_published = upload.key, False
         with self._errors(key):
             os.fsync(file)
             try:
@@ -346,7 +352,7 @@ class LocalStore(ObjectStore):
                             certain=True,
                         )
                     self._appear(upload, os.fstat(file), if_absent=if_absent)
-                    is_there = True
+                    is_published = True
                     if if_absent:
                         os.unlink(upload.id)
                 found = os.stat(key, follow_symlinks=False)
@@ -355,7 +361,7 @@ class LocalStore(ObjectStore):
                     raise self._is_swapped(upload, certain=False)
                 return _info(key, found)
             except OSError as exc:
-                if not is_there:
+                if not is_published:
                     raise
                 raise CommitUnknownError(
                     "the file was moved to its name, but the file system could not confirm "
@@ -451,12 +457,8 @@ class LocalStore(ObjectStore):
                     cause=exc,
                     certain=True,
                 ) from exc
-            has_limit = exc.errno in (errno.EMFILE, errno.ENFILE)
             raise InvalidRequestError(
-                "the process or the machine has reached its limit of open files; raise the limit "
-                "(ulimit -n)"
-                if has_limit
-                else "the file system refused the operation; see the cause",
+                _TEXTS.get(exc.errno or 0, "the file system refused the operation; see the cause"),
                 uri=self.uri(key),
                 cause=exc,
                 certain=True,

@@ -82,14 +82,14 @@ def names_in(folder: str) -> list[str]:
             if entry.is_dir(follow_symlinks=False):
                 names.append(f"{entry.name}/")
             elif entry.is_symlink() and os.path.isdir(entry.path):
-                _say_left_out(entry.path)
+                _warn_left_out(entry.path)
             elif not entry.is_symlink() or os.path.exists(entry.path):
                 names.append(entry.name)
     return names
 
 
 @functools.cache
-def _say_left_out(path: str) -> None:
+def _warn_left_out(path: str) -> None:
     """Logs, once per process, that listings leave out this symbolic link to a folder."""
     logger.warning(
         "%s is a symbolic link to a folder, which listings leave out. Its checkpoints can be "

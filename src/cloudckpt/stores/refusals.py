@@ -109,16 +109,16 @@ class Refusal(NamedTuple):
     Attributes:
         code: The error code in the vendor's format; empty if the response has none.
         words: Further texts of the response, for the message.
-        means: An error code to look up in place of `code`, for responses with a misleading code.
+        alias: The error code to look up in place of a misleading `code`; empty if it is right.
         is_foreign: Whether stores of this vendor never send such a response without an error code.
-        lists: The permission without which the vendor denies reads of missing objects.
+        permission: The permission without which the vendor denies reads of missing objects.
     """
 
     code: str
     words: Sequence[str] = ()
-    means: str = ""
+    alias: str = ""
     is_foreign: bool = False
-    lists: str = ""
+    permission: str = ""
 
 
 def refusal(
@@ -156,7 +156,7 @@ def refusal(
         )
         foreign.status = status
         return foreign
-    known = None if status == 429 else _find(table, response.means or code, status)
+    known = None if status == 429 else _find(table, response.alias or code, status)
     meaning = known or _find((*table, *_OF_ALL), str(status), status)
     kind = (meaning and meaning.kind) or kind_of(400 if known and status == 200 else status)
     text = (meaning and meaning.text) or _TEXTS[kind]
@@ -171,10 +171,11 @@ def refusal(
     error.status = status or None
     if isinstance(error, errors.TransientStoreError):
         error.retry_after = retry_after(headers)
-    if isinstance(error, errors.AccessDeniedError) and response.lists and action in ("GET", "HEAD"):
+    is_read = action in ("GET", "HEAD")
+    if isinstance(error, errors.AccessDeniedError) and response.permission and is_read:
         error.message += (
-            f"; without the permission {response.lists}, the store gives the same answer for an "
-            "object that does not exist"
+            f"; without the permission {response.permission}, the store gives the same answer for "
+            "an object that does not exist"
         )
     if isinstance(error, errors.ClockError) and (ahead := _ahead(headers)) is not None:
         error.ahead = ahead
@@ -191,12 +192,15 @@ def _find(table: Sequence[Meaning], code: str, status: int) -> Meaning | None:
     For a 5xx status, entries with lasting errors are skipped: a store that fails internally may
     report a reason that goes away with the failure.
     """
-    passes = kind_of(status) in (errors.ServerError, errors.ThrottledError) and status not in (
+    may_pass = kind_of(status) in (
+        errors.ServerError,
+        errors.ThrottledError,
+    ) and status not in (
         200,
         409,
     )
     for meaning in table:
-        if passes and meaning.kind and not issubclass(meaning.kind, errors.TransientStoreError):
+        if may_pass and meaning.kind and not issubclass(meaning.kind, errors.TransientStoreError):
             continue
         if re.fullmatch(meaning.codes, code):
             return meaning

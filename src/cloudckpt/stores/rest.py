@@ -100,13 +100,14 @@ class RestStore(ObjectStore):
         metadata_prefix: The prefix of the headers that carry an object's metadata.
         version_header: The header that carries an object's version.
         renewable: The error classes after which other credentials may help.
-        shown: The number of leading secrets that are public identifiers and may appear in messages.
+        public_secrets: The number of leading secrets that may appear in messages, as they are
+            public identifiers.
     """
 
     metadata_prefix: str
     version_header = "ETag"
     renewable: tuple[type[StoreError], ...] = (CredentialsError,)
-    shown = 0
+    public_secrets = 0
 
     def __init__(self, root: str, access: Access) -> None:
         self.root = root
@@ -122,7 +123,7 @@ class RestStore(ObjectStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        """Returns the exception for an error response; `headers` are asked in lower case."""
+        """Returns the exception for an error response; `headers` is asked by lower-case names."""
 
     def error_in_success(
         self, headers: Mapping[str, str], body: bytes, action: str, uri: str
@@ -158,11 +159,11 @@ class RestStore(ObjectStore):
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
 
     def tag_of(self, tag: str | None, key: str) -> str:
-        """Returns an object's version, given by the `version_header` of a response, or in its body.
+        """Returns the version that a response gives in a header or its body, if it has one.
 
         Raises:
-            ConnectionLostError: If this response has none, although others of this store have: what
-                it confirms may be something else's.
+            ConnectionLostError: If this response has none, although others of this store have: it
+                may confirm something else.
             StoreError: If no response has had one: this store, or a proxy, never sends it.
         """
         if tag:
@@ -232,7 +233,7 @@ class RestStore(ObjectStore):
                 error.certain = error.certain and was_certain
             if error.uri is None:
                 error.uri = uri
-            conceal(error, signed.secrets[self.shown :] if signed else ())
+            conceal(error, signed.secrets[self.public_secrets :] if signed else ())
             may_be_renewed = self._credentials.have_worked and signed and signed.secrets
             if may_be_renewed and type(error) is CredentialsError and error.status:
                 raise _expired(error) from error
@@ -469,9 +470,7 @@ class RestStore(ObjectStore):
         Raises:
             StoreError: If they can't be fetched.
         """
-        source, _ = self._credentials.get()
-        origin: Origin = source.origin()
-        return origin
+        return self._credentials.get().source.origin()
 
     def interrupt(self, threads: Collection[int]) -> None:
         self._http.interrupt(threads)

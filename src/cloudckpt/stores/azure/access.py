@@ -118,7 +118,7 @@ class ContainerAccess(Access):
         self.is_azure = _is_azure(parts.hostname)
         self.http_options = HttpOptions.of_environment(config, endpoint)
 
-        def look() -> NoCredentials | Secret | _Tokens:
+        def find() -> NoCredentials | Secret | _Tokens:
             if config.azure.anonymous:
                 return NoCredentials()
             given = _from_environment(container, uri)
@@ -151,7 +151,7 @@ class ContainerAccess(Access):
             return _Tokens(config, uri, note, errors)
 
         errors = partial(fetch_error, whose="Azure", uri=uri, is_transient=_is_transient)
-        self.credentials = Credentials(look, errors)
+        self.credentials = Credentials(find, errors)
 
     def authorize(
         self, method: str, url: str, headers: dict[str, str], body: Body, issued: Issued
@@ -275,11 +275,11 @@ class _Tokens:
         try:
             held = self._credential.get_token_info(_SCOPE)
         except ClientAuthenticationError as exc:
-            raise_without_context(self._none(exc))
+            raise_without_context(self._not_found(exc))
         wanted = held.refresh_on or held.expires_on - _MARGIN
         self._held, self._due = held, max(wanted, time.time() + _PAUSE)
 
-    def _none(self, exc: Exception) -> CredentialsError:
+    def _not_found(self, exc: Exception) -> CredentialsError:
         return CredentialsError(
             f"no Azure credentials were found{self._note}: neither "
             "AZURE_STORAGE_CONNECTION_STRING, nor an account key (AZURE_STORAGE_KEY, "

@@ -64,15 +64,15 @@ def from_answer(
     """Returns the exception for an error response; `headers` are asked in lower case."""
     fields = error_fields(body)
     code = headers.get("x-ms-error-code") or fields.get("Code", "")
-    detail, means = fields.get("AuthenticationErrorDetail", ""), ""
+    detail, alias = fields.get("AuthenticationErrorDetail", ""), ""
     if "date header too old" in detail.lower():
-        means = "DateHeaderTooOld"
+        alias = "DateHeaderTooOld"
     elif "failed to authenticate" in fields.get("Message", ""):
-        means = "AuthenticationFailed"  # Azurite sends another code
+        alias = "AuthenticationFailed"  # Azurite sends another code
     if "'" in detail or "string to sign" in detail.lower():  # the detail quotes a signature
         detail = ""
     named = fields.get("HeaderName") or fields.get("QueryParameterName") or ""
     words = [" ".join(text.split()) for text in (fields.get("Message", ""), named, detail)]
     # foreign: Azure and Azurite name a code in a header, also in responses to HEAD
-    response = Refusal(code, words, means, is_foreign=True)
+    response = Refusal(code, words, alias, is_foreign=True)
     return refusal(_MEANINGS, response, status, headers, action, uri)

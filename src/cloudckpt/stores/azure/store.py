@@ -297,11 +297,10 @@ class AzureStore(RestStore):
                 if properties is None or text(properties, "ResourceType") == "directory":
                     continue
                 # a blob without committed content may have no length
-                size = text(properties, "Content-Length") or ("0" if include else "")
+                size = whole_number(text(properties, "Content-Length") or ("0" if include else ""))
                 tag = text(properties, "Etag").strip('"')
                 modified = http_date(text(properties, "Last-Modified"))
-                blob_size = whole_number(size)
-                blobs.append(ObjectInfo(_name(blob), blob_size, f'"{tag}"', modified=modified))
+                blobs.append(ObjectInfo(_name(blob), size, f'"{tag}"', modified=modified))
             for folder in page.iterfind("Blobs/BlobPrefix"):
                 folders.append(_name(folder))
             marker = page.findtext("NextMarker")

@@ -81,7 +81,7 @@ class BucketAccess(Access):
         self._is_anonymous = config.gcs.anonymous
         is_wanted = is_trusted and not config.gcs.anonymous
 
-        def look() -> _Token | NoCredentials:
+        def find() -> _Token | NoCredentials:
             if not is_wanted:
                 return NoCredentials()
             found = _Token(config, uri, errors)
@@ -89,7 +89,7 @@ class BucketAccess(Access):
             return found
 
         errors = partial(_error, uri=uri)
-        self.credentials = Credentials(look, errors)
+        self.credentials = Credentials(find, errors)
 
     def shares_realm(self, other: BucketAccess) -> bool:
         """Returns whether one request may involve both buckets: same endpoint, same user."""
@@ -231,13 +231,13 @@ def _find(uri: str) -> google.auth.credentials.Credentials:
     try:
         found, _ = google.auth.default()
     except google.auth.exceptions.DefaultCredentialsError as exc:
-        raise_without_context(_none(exc, uri))
+        raise_without_context(_not_found(exc, uri))
     # not earlier: google-auth looks up the project of external accounts that have a scope
     found = google.auth.credentials.with_scopes_if_required(found, [_SCOPE])
     return found
 
 
-def _none(exc: Exception, uri: str) -> CredentialsError:
+def _not_found(exc: Exception, uri: str) -> CredentialsError:
     return CredentialsError(
         "no Google credentials were found in the file that "
         "GOOGLE_APPLICATION_CREDENTIALS names, in gcloud's "

@@ -71,11 +71,11 @@ def from_answer(
     body = _decompressed(headers, body)
     reason, message = _fields(body)
     found = (code for of, words, code in _BY_WORDS if status == of and words in message)
-    means = next(found, reason[:1].lower() + reason[1:])
+    alias = next(found, reason[:1].lower() + reason[1:])
     if status == 503 and reason == "backendError":  # with 500 it is an internal error
-        means = "serviceUnavailable"
+        alias = "serviceUnavailable"
     is_foreign = _is_foreign(body.strip(), message, is_google=is_google)
-    response = Refusal(reason, [message], means, is_foreign, lists="storage.objects.list")
+    response = Refusal(reason, [message], alias, is_foreign, permission="storage.objects.list")
     return refusal(_MEANINGS, response, status, headers, action, uri)
 
 

@@ -145,7 +145,7 @@ class Traffic:
         info = _counters(sock)
         if sock is None or info is None:
             return 0
-        count: int = sum(struct.unpack_from("=Q", info, one.value)[0] for one in Counter)
+        count: int = sum(struct.unpack_from("=Q", info, counter.value)[0] for counter in Counter)
         before = self._seen.get(sock, count)
         self._seen[sock] = count
         return count - before
@@ -163,7 +163,7 @@ class _Step:
     counted: int | None = None
     expired: bool = False
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Extends the deadline if enough bytes moved; breaks the connection if it has passed."""
         count = _count(self.connection, self.counter) if self.counter is not None else None
         if count != self.seen or (count is None and self.counter is not None):
@@ -240,7 +240,7 @@ class Watch:
             self._steps.add(step)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
-                    target=self._look, name="cloudckpt-watch", daemon=True
+                    target=self._run, name="cloudckpt-watch", daemon=True
                 )
                 self._thread.start()
             elif len(self._steps) == 1:
@@ -257,7 +257,7 @@ class Watch:
         if step.expired:
             raise LateError(late or self.stalled)
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         while True:
             with self._lock:
                 self._wake.wait_for(lambda: self._steps or self._closed, _IDLE)
@@ -267,7 +267,7 @@ class Watch:
                 shortest = min(step.limit for step in self._steps)
                 now = time.monotonic()
                 for step in [*self._steps]:
-                    self._look_at(step, now)
+                    self._check(step, now)
                 silent = [
                     functools.partial(step.waiting.is_silent, now - step.moved)
                     for step in self._steps
@@ -277,10 +277,10 @@ class Watch:
                 silent.pop()()
             time.sleep(min(1.0, shortest / 4))
 
-    def _look_at(self, step: _Step, now: float) -> None:
+    def _check(self, step: _Step, now: float) -> None:
         """Checks one step; a failure ends only this step, so that the others stay watched."""
         try:
-            step.look(now)
+            step.check(now)
         except Exception:
             logger.exception("a connection can't be watched for stalls any longer and is closed")
             step.expired = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import ssl
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,9 +139,5 @@ class Contexts:
         # urllib3 sets these on each connection, while another thread may be reading them without
         # the GIL
         context.set_alpn_protocols(urllib3.util.ssl_.ALPN_PROTOCOLS)
-        context.set_alpn_protocols = _are_set  # type: ignore[method-assign, assignment]
+        context.set_alpn_protocols = lambda _: None  # type: ignore[method-assign, assignment]
         return context
-
-
-def _are_set(protocols: Iterable[str]) -> None:
-    """Does nothing, in place of ``set_alpn_protocols``, as the protocols are already set."""

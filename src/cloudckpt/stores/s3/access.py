@@ -56,13 +56,7 @@ from cloudckpt.stores.s3.endpoint import (
 )
 from cloudckpt.stores.s3.errors import REGION, from_code
 
-__all__ = ["PAYLOAD_DIGEST", "UNSIGNED_PAYLOAD", "BucketAccess", "Keys", "object_headers"]
-
-PAYLOAD_DIGEST = "x-amz-content-sha256"
-"""The header with the digest of the body that is signed."""
-
-UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
-"""The value of that header for a body that is not signed."""
+__all__ = ["BucketAccess", "Keys", "object_headers"]
 
 _SMALL = 1024 * 1024  # bytes, for which SHA-256 takes one to three milliseconds
 
@@ -123,7 +117,7 @@ class BucketAccess(Access):
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
         self._endpoint = _Endpoint(self.bucket_url, region)
         self._errors = partial(keys_error, uri=uri)
-        self.credentials = Credentials(lambda: self._look(config, unused), self._errors)
+        self.credentials = Credentials(lambda: self._find(config, unused), self._errors)
         self._has_moved = False
         self._moving = threading.Lock()
         # whether the profile wants all bodies signed, or none; None if it has no such setting
@@ -141,18 +135,18 @@ class BucketAccess(Access):
         style = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
         return None if style else self.dialect.addressing_style
 
-    def _look(self, config: Config, unused: list[Any]) -> Keys | Sessions | NoCredentials:
+    def _find(self, config: Config, unused: list[Any]) -> Keys | Sessions | NoCredentials:
         """Looks credentials up; `unused` holds a boto3 session to use first, if any is left."""
         options = self._options
         if options.anonymous:
             return NoCredentials()
 
-        def made() -> Any:
+        def next_session() -> Any:
             return unused.pop() if unused else new_session(options)
 
         if not self.dialect.sessions:
-            return Keys(made(), self._uri)
-        session = made()
+            return Keys(next_session(), self._uri)
+        session = next_session()
         client = session_client(session, config, self.region)
         return Sessions(session, client, self.bucket, self._uri, self._errors)
 
@@ -242,7 +236,7 @@ class BucketAccess(Access):
         copies = "x-amz-copy-source" in headers
         if isinstance(source, Sessions) and copies:
             _, secrets = source.identity.get()
-        length = {name: headers.pop(name) for name in ("Content-Length",) if name in headers}
+        length = headers.pop("Content-Length", "")
         signed = AWSRequest(method, url, headers=headers)
         signs = self._signs
         if signs is None:
@@ -250,7 +244,7 @@ class BucketAccess(Access):
         digest = hashlib.sha256()
         for view in body if signs else ():
             digest.update(view)  # releases the GIL for all but tiny views
-        signed.context[PAYLOAD_DIGEST] = digest.hexdigest() if signs else UNSIGNED_PAYLOAD
+        signed.context["digest"] = digest.hexdigest() if signs else "UNSIGNED-PAYLOAD"
         access_key, secret_key, token = secrets
         keys = ReadOnlyCredentials(access_key, secret_key, token or None)
         if not isinstance(source, Sessions):
@@ -260,14 +254,16 @@ class BucketAccess(Access):
         else:
             signer = _SessionSigner(keys, "s3express", endpoint.region, identity_cache=None)
         signer.add_auth(signed)
-        return url, length | dict(signed.headers.items())
+        if length:
+            signed.headers["Content-Length"] = length
+        return url, dict(signed.headers.items())
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]
     """Signs a digest in endpoint of the body, as botocore does not accept a list of buffers."""
 
     def payload(self, request: AWSRequest) -> str:
-        digest: str = request.context[PAYLOAD_DIGEST]
+        digest: str = request.context["digest"]
         return digest
 
 
@@ -286,7 +282,7 @@ def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> 
     row = dialect_of(bucket, host, is_amazon=is_amazon)
     if options.dialect != "auto":
         row = DIALECTS[options.dialect]
-    given = [name for name in sorted(row.useless) if getattr(options, name)]
+    given = [name for name in sorted(row.unsupported_options) if getattr(options, name)]
     if given:
         options_given = ", ".join(f"{name}=" for name in given)
         raise ConfigError(

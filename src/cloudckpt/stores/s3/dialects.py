@@ -44,7 +44,7 @@ class S3Dialect:
             must end in a slash.
         addressing_style: The addressing style that the vendor demands, unless the user sets
             another.
-        useless: The options that the store rejects, or accepts and ignores.
+        unsupported_options: The options that the store rejects, or accepts and ignores.
     """
 
     title: str
@@ -60,7 +60,7 @@ class S3Dialect:
     sessions: bool = False
     any_prefix: bool = True
     addressing_style: Literal["path", "virtual"] | None = None
-    useless: frozenset[str] = frozenset()
+    unsupported_options: frozenset[str] = frozenset()
 
     def is_at_vendor(self, host: str, *, is_amazon: bool) -> bool:
         """Returns whether a host belongs to the vendor, so that its documentation applies."""
@@ -90,7 +90,7 @@ EXPRESS = S3Dialect(
     sessions=True,
     any_prefix=False,
     # encryption is set on the bucket and the session
-    useless=_ENCRYPTION | {"tags", "storage_class", "requester_pays", "anonymous"},
+    unsupported_options=_ENCRYPTION | {"tags", "storage_class", "requester_pays", "anonymous"},
 )
 
 HUGGING_FACE = S3Dialect(
@@ -102,7 +102,7 @@ HUGGING_FACE = S3Dialect(
     copies_parts=False,
     redirects=True,
     addressing_style="path",
-    useless=_ENCRYPTION | {"tags", "storage_class", "requester_pays"},
+    unsupported_options=_ENCRYPTION | {"tags", "storage_class", "requester_pays"},
 )
 
 DIALECTS: Mapping[str, S3Dialect] = {

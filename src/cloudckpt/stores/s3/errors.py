@@ -86,7 +86,7 @@ def from_code(
     region = headers.get("x-amz-bucket-region") or region
     region = region if REGION.fullmatch(region) else ""
     if status == 400 and not response.code and region:  # a HEAD response has no body with the code
-        response = response._replace(means="AuthorizationHeaderMalformed")
+        response = response._replace(alias="AuthorizationHeaderMalformed")
     error = refusal(_MEANINGS, response, status, headers, action, uri)
     if isinstance(error, errors.WrongRegionError) and region:
         error.message += f"; set AWS_REGION={region}"
@@ -103,6 +103,6 @@ def from_answer(
         fields.get("Code", ""),
         [fields.get("Message", "")],
         is_foreign=bool(body.strip()),  # responses to HEAD, and of some stores, have no body
-        lists="s3:ListBucket",
+        permission="s3:ListBucket",
     )
     return from_code(response, status, headers, action, uri, fields.get("Region", ""))

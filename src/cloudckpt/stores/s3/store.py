@@ -63,7 +63,7 @@ class S3Store(XmlStore):
     """A bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3.dialects`."""
 
     metadata_prefix = "x-amz-meta-"
-    shown = 1  # an access key's id is public, and may be a word such as a bucket's name
+    public_secrets = 1  # an access key's id is public, and may be a word such as a bucket's name
 
     def __init__(self, bucket: str, config: Config, root: str | None = None) -> None:
         """Opens a bucket; `root` is its URI for messages, by default ``s3://bucket``."""
