@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from cloudckpt.checkpoint.archives import StoredTensor, locate
 from cloudckpt.checkpoint.committed import CommitObject
 from cloudckpt.checkpoint.object_index import CONTRADICTION, IndexItem, ObjectIndex
-from cloudckpt.checkpoint.objects import WrittenObject, checked
+from cloudckpt.checkpoint.objects import checked
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import Config
@@ -96,7 +96,8 @@ class Places:
         """
         with paused_gc():
             items = self._located(indices)
-        self.read_indexes(store, config, names={item.name for item in items}, stats=stats)
+        names = {item.name: item.whole.item for item in reversed(items)}
+        self.read_indexes(store, config, names=names, stats=stats)
         with paused_gc():
             places = self._inside(items)
         probed = [
@@ -116,7 +117,7 @@ class Places:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
         *,
-        names: Collection[str] | None = None,
+        names: Mapping[str, str] | None = None,
         stats: TransferStats | None = None,
     ) -> None:
         """Reads the indexes of objects that are not yet read.
@@ -126,20 +127,23 @@ class Places:
             config: Options.
             damaged: Called with the error of a damaged index. If it does not raise, that object's
                 content is unknown, and left out by :meth:`sources`.
-            names: The names of the objects; None for all.
+            names: The objects, and an item of each that an error names; None for all objects.
             stats: Counts what is read.
 
         Raises:
             CheckpointCorruptError: If ``damaged`` raises it, as it does by default.
             StoreError: If the store refuses or stays unreachable.
         """
-        wanted = self._objects.keys() if names is None else self._objects.keys() & names
-        records = [self._objects[name] for name in sorted(wanted - self._indexes.keys())]
+        names = {name: f"the index of {name}" for name in self._objects} if names is None else names
+        wanted = self._objects.keys() & names.keys() - self._indexes.keys()
+        records = [self._objects[name] for name in sorted(wanted)]
         sinks = [BytesSink(record.index_size) for record in records]
-        reads = [
-            Wanted(self._index_bytes(record), 0, record.index_size, sink, True)
-            for record, sink in zip(records, sinks, strict=True)
-        ]
+        reads = []
+        for record, sink in zip(records, sinks, strict=True):
+            key, size = self._uri.key(record.name), record.index_size
+            blocks, item = Blocks(CRC32C, size, (record.index_crc,)), names[record.name]
+            index = StoredBytes(key, record.size - size, size, blocks, record.size, item)
+            reads.append(Wanted(index, 0, size, sink, True))
         lost: set[str | None] = set()
         folders = {self._uri.object(record.name): record.folder for record in records}
 
@@ -154,8 +158,7 @@ class Places:
             damaged(error)
             lost.add(error.uri)
 
-        stats = stats or TransferStats(str(self._uri))
-        download(store, reads, config, stats, damaged=note)
+        download(store, reads, config, stats or TransferStats(str(self._uri)), damaged=note)
         for record, sink in zip(records, sinks, strict=True):
             if store.uri(self._uri.key(record.name)) in lost:
                 continue
@@ -266,11 +269,6 @@ class Places:
             "restore the object, or load an older checkpoint",
             index.fqn,
         )
-
-    def _index_bytes(self, record: WrittenObject) -> StoredBytes:
-        start, size = record.size - record.index_size, record.index_size
-        key, blocks = self._uri.key(record.name), Blocks(CRC32C, size, (record.index_crc,))
-        return StoredBytes(key, start, size, blocks, record.size, f"the index of {record.name}")
 
     def _inside(
         self,
