@@ -74,8 +74,8 @@ def marks(place: Place) -> list[str]:
 
 def test_only_what_has_changed_is_sent_and_every_step_is_whole(place) -> None:
     first = saved(place, 1)
-    assert all(saved(place, step) < first / 10 for step in (2, 3, 4))
-    for step in (1, 2, 3, 4):
+    assert all(saved(place, step) < first / 10 for step in (2, 3))
+    for step in (1, 2, 3):
         check(place, step)
         assert cloudckpt.verify(place.at(f"step-{step}").uri, config=place.config).has_checksums
 
