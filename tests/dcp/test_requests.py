@@ -1,10 +1,15 @@
-"""A load asks for the bytes that it needs, and hardly for any other."""
+"""A load asks for the bytes that it needs, hardly for any other, and ranks together for each once.
+
+What becomes of a rank that fails or dies while it shares: see tests/transfer/test_sharing.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import cloudckpt
 from cloudckpt.stores.base import nbytes
@@ -113,3 +118,50 @@ def test_a_large_tensor_is_asked_for_in_pieces_of_the_request_size(s3, request_s
     assert_same(loaded["t"], numbered(4096, 1024))
     assert len(asked) == 8
     assert max(stop - start for _, start, stop in asked) == 2 * MIB
+
+
+# ---- what several ranks want
+
+
+def _all_load_the_same(place: Place) -> int:
+    """The bytes that this rank has read from the store."""
+    state, reader = _state("large", "odd rows"), place.reader()
+    place.save(state)
+    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+    cloudckpt.load(loaded, storage_reader=reader)
+    assert_same(loaded, state)
+    return reader.transferred.nbytes
+
+
+@pytest.mark.parametrize("shared_reads", ["auto", "host"])
+def test_replicated_tensors_leave_the_store_once(ranks, s3, shared_reads):
+    unique = sum(value.nbytes for value in _state("large", "odd rows").values())
+    read = ranks(3, _all_load_the_same, s3.having(shared_reads=shared_reads))
+    assert unique <= sum(read) <= 1.05 * unique
+    assert max(read) <= 0.6 * unique
+
+
+def _share_on_one(place: Place) -> None:
+    with pytest.raises(cloudckpt.errors.ConfigError, match="shared_reads"):
+        place.having(shared_reads=["auto", "off"][dist.get_rank()]).load({})
+
+
+def test_ranks_must_agree_on_sharing(ranks, local):
+    ranks(2, _share_on_one, local)
+
+
+class OwnPlanner(DefaultLoadPlanner):
+    """A planner of a user's own."""
+
+
+def _with_own_planner_on(rank: int, place: Place) -> None:
+    place.save({"a": numbered(3)})
+    place.load(
+        loaded := {"a": torch.zeros(3)}, planner=OwnPlanner() if dist.get_rank() == rank else None
+    )
+    assert_same(loaded["a"], numbered(3))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_planner_of_ones_own_may_be_on_one_rank_only(ranks, local, rank):
+    ranks(2, _with_own_planner_on, rank, local)
