@@ -50,13 +50,6 @@ def test_a_checkpoint_of_torch_becomes_a_file_or_one_with_checksums(cli, stock, 
     assert is_the_state(loaded(tmp_path / "ours"))
 
 
-def test_a_file_goes_to_a_bucket_and_back(cli, file, bucket, s3_url, tmp_path):
-    there, endpoint = f"s3://{bucket}/run/step-1", ("--endpoint-url", s3_url)
-    assert cli("convert", file, there, *endpoint).code == 0
-    assert cli("convert", there, tmp_path / "back.pt", *endpoint).code == 0
-    assert is_the_state(torch.load(tmp_path / "back.pt"))
-
-
 def test_what_nobody_can_tell_is_asked_for(cli, stock, file, tmp_path):
     for source, target, told in (
         (stock, tmp_path / "v1.5", "give --to"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -104,13 +104,6 @@ def rules(keep: int | None, by_loss: str) -> dict[str, Any]:
     return {"max_to_keep": keep}
 
 
-@dataclass(eq=False)
-class Run:
-    steps: dict[int, Commit] = field(default_factory=dict)
-    claim: Claimed | None = None
-    damaged: set[str] = field(default_factory=set)  # the keys of data
-
-
 class Lines(RuleBasedStateMachine):
     """Attributes: where the run is, and the options."""
 
@@ -119,7 +112,9 @@ class Lines(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.run = Run()
+        self.steps: dict[int, Commit] = {}
+        self.claim: Claimed | None = None
+        self.damaged: set[str] = set()  # the keys of data
         self.folder = f"{self.place or tempfile.mkdtemp()}/{uuid.uuid4().hex}"
         self.uri = str(CheckpointURI.parse(f"{self.folder}/run"))
         self.jobs: list[Job] = []
@@ -142,22 +137,22 @@ class Lines(RuleBasedStateMachine):
         return {at.key(one.name) for one in read_content(at, self.config).commit.objects}
 
     def is_damaged(self, step: int) -> bool:
-        return bool(self.run.damaged and self.run.damaged & self.objects(step))
+        return bool(self.damaged and self.damaged & self.objects(step))
 
     # the model
 
     def on_line(self) -> dict[int, Commit]:
         """The readable steps on the line."""
-        known = {step: one for step, one in self.run.steps.items() if not one.is_unread}
-        line = [] if self.run.claim is None else self.run.claim.line()
-        is_known = self.run.claim is None or len(known) == len(self.run.steps)
+        known = {step: one for step, one in self.steps.items() if not one.is_unread}
+        line = [] if self.claim is None else self.claim.line()
+        is_known = self.claim is None or len(known) == len(self.steps)
         if known and is_known and not any(one in line for one in known.values()):
             line = known[max(known)].chain()  # as if there were no claim
         return {step: one for step, one in sorted(known.items()) if one in line}
 
     def abandoned(self) -> list[int]:
         """The readable steps that are not on the line."""
-        readable = {step for step, one in self.run.steps.items() if not one.is_unread}
+        readable = {step for step, one in self.steps.items() if not one.is_unread}
         return sorted(readable - self.on_line().keys())
 
     def unneeded(self, max_to_keep: int | None, by_loss: str) -> list[int]:
@@ -173,10 +168,10 @@ class Lines(RuleBasedStateMachine):
 
     def claims(self, job: Job, base: Commit | None) -> bool:
         """Whether a job may write; it has claimed the run then."""
-        if self.run.claim is not (job.claim or job.seen):
+        if self.claim is not (job.claim or job.seen):
             return False
         if job.claim is None or job.begins:
-            self.run.claim = job.claim = Claimed(base)
+            self.claim = job.claim = Claimed(base)
         job.begins = False
         return True
 
@@ -200,7 +195,7 @@ class Lines(RuleBasedStateMachine):
             checkpointer=CheckpointerConfig(commit_hook=hook, config=self.config),
         )
         options = max_to_keep, by_loss, keep_abandoned
-        self.jobs.append(Job(manager, hook, self.run.claim, *options))
+        self.jobs.append(Job(manager, hook, self.claim, *options))
 
     def job(self, data: st.DataObject) -> Job:
         return self.jobs[data.draw(st.integers(0, len(self.jobs) - 1))]
@@ -219,7 +214,7 @@ class Lines(RuleBasedStateMachine):
         self.saves += 1
         one = Commit(step, self.saves, loss, job.head)
         expected: type[CloudCheckpointError] | None = None
-        is_refused = step in self.run.steps and not job.has_restored and not force
+        is_refused = step in self.steps and not job.has_restored and not force
         if not self.claims(job, job.head):
             # a hook, and what is at the location, come before the last look at the claim
             is_other = dies or is_refused
@@ -237,21 +232,21 @@ class Lines(RuleBasedStateMachine):
         assert job.manager.save(step, state(one.value), **options)
         job.manager.wait_until_finished()
         assert job.claim is not None
-        self.run.steps[step] = job.claim.newest = job.head = one
+        self.steps[step] = job.claim.newest = job.head = one
         job.step = step
         gone = self.unneeded(job.max_to_keep, job.by_loss)
         if job.has_restored and not job.keep_abandoned:
             gone += self.abandoned()
         for step in gone:
-            del self.run.steps[step]
+            del self.steps[step]
 
     def loads(self, job: Job, step: int | None) -> None:
         """Has a job restore a step, or the newest."""
         found = state(-1)
-        line = self.on_line() if step is None else {step: self.run.steps[step]}
+        line = self.on_line() if step is None else {step: self.steps[step]}
         good = [one for step, one in line.items() if not self.is_damaged(step)]
         is_damage = len(good) < len(line) or (
-            step is None and any(one.is_unread for one in self.run.steps.values())
+            step is None and any(one.is_unread for one in self.steps.values())
         )
         if not good and is_damage:
             with pytest.raises(CheckpointCorruptError):
@@ -270,24 +265,24 @@ class Lines(RuleBasedStateMachine):
     def restores(self, data) -> None:
         self.loads(self.job(data), None)
 
-    @precondition(lambda self: self.jobs and self.run.steps)
+    @precondition(lambda self: self.jobs and self.steps)
     @rule(data=st.data())
     def goes_to(self, data) -> None:
-        readable = [step for step, one in self.run.steps.items() if not one.is_unread]
+        readable = [step for step, one in self.steps.items() if not one.is_unread]
         if readable:
             self.loads(self.job(data), data.draw(st.sampled_from(sorted(readable))))
 
-    @precondition(lambda self: self.run.steps)
+    @precondition(lambda self: self.steps)
     @rule(data=st.data())
     def somebody_removes_one(self, data) -> None:
-        step = data.draw(st.sampled_from(sorted(self.run.steps)))
+        step = data.draw(st.sampled_from(sorted(self.steps)))
         cloudckpt.delete(self.step_at(step), config=self.config)
-        del self.run.steps[step]
+        del self.steps[step]
 
-    @precondition(lambda self: self.jobs and self.run.steps)
+    @precondition(lambda self: self.jobs and self.steps)
     @rule(data=st.data())
     def deletes_one(self, data) -> None:
-        job, step = self.job(data), data.draw(st.sampled_from(sorted(self.run.steps)))
+        job, step = self.job(data), data.draw(st.sampled_from(sorted(self.steps)))
         line = self.on_line()
         base = job.head if job.has_restored else line[max(line)] if line else None
         begins, job.begins = job.begins, False
@@ -298,7 +293,7 @@ class Lines(RuleBasedStateMachine):
                 job.manager.delete(step)
             return
         job.manager.delete(step)
-        del self.run.steps[step]
+        del self.steps[step]
 
     @rule(keep=st.integers(1, 2), by_loss=BY_LOSS, abandoned=st.booleans())
     def prunes(self, keep, by_loss, abandoned) -> None:
@@ -307,7 +302,7 @@ class Lines(RuleBasedStateMachine):
             by_loss = ""
         options = rules(keep, by_loss) | {"abandoned": abandoned, "config": self.config}
         expected = self.unneeded(keep, by_loss)
-        if expected and self.run.steps[max(self.run.steps)].is_unread:
+        if expected and self.steps[max(self.steps)].is_unread:
             with pytest.raises(CheckpointCorruptError):
                 prune(self.uri, **options)
             return
@@ -316,24 +311,24 @@ class Lines(RuleBasedStateMachine):
         found = prune(self.uri, **options)
         assert found == [str(self.step_at(step)) for step in expected]
         for step in expected:
-            del self.run.steps[step]
+            del self.steps[step]
 
-    @precondition(lambda self: not self.jobs and self.run.claim is None)
+    @precondition(lambda self: not self.jobs and self.claim is None)
     @rule(count=st.integers(1, 3))
     def another_program_has_saved(self, count) -> None:
         for _ in range(count):
             self.saves += 1
-            newest = max(self.run.steps, default=0)
-            one = Commit(newest + 2, self.saves, math.inf, self.run.steps.get(newest))
+            newest = max(self.steps, default=0)
+            one = Commit(newest + 2, self.saves, math.inf, self.steps.get(newest))
             cloudckpt.save(
                 state(one.value), checkpoint_id=self.step_at(one.step), config=self.config
             )
-            self.run.steps[one.step] = one
+            self.steps[one.step] = one
 
-    @precondition(lambda self: self.run.claim is not None)
+    @precondition(lambda self: self.claim is not None)
     @rule(step=st.integers(1, 12))
     def one_is_copied_in(self, step) -> None:
-        if step in self.run.steps:
+        if step in self.steps:
             return
         self.saves += 1
         one = Commit(step, self.saves, 0.0, None)
@@ -341,13 +336,13 @@ class Lines(RuleBasedStateMachine):
         with self.managed(elsewhere, config=self.config) as manager:
             manager.save(step, state(one.value), metrics={"loss": 0.0}, force=True)
         cloudckpt.copy(f"{elsewhere}/step-{step}", self.step_at(step), config=self.config)
-        self.run.steps[step] = one
+        self.steps[step] = one
 
-    @precondition(lambda self: self.run.steps)
+    @precondition(lambda self: self.steps)
     @rule(data=st.data(), notes=st.booleans())
     def one_is_damaged(self, data, notes) -> None:
-        step = data.draw(st.sampled_from(sorted(self.run.steps)))
-        one, store = self.run.steps[step], open_store(self.step_at(step), self.config)
+        step = data.draw(st.sampled_from(sorted(self.steps)))
+        one, store = self.steps[step], open_store(self.step_at(step), self.config)
         if one.is_unread:
             return
         if notes:
@@ -358,28 +353,28 @@ class Lines(RuleBasedStateMachine):
             store.put(key, [memoryview(content.replace(b'"metrics"', b'"Metrics"'))], checksum=None)
             one.is_unread = True
             return
-        for key in self.objects(step) - self.run.damaged:
+        for key in self.objects(step) - self.damaged:
             content = bytearray(store.get(key)[0])
             for at in range(len(content) // 8, 7 * len(content) // 8):
                 content[at] ^= 1
             store.put(key, [memoryview(content)], checksum=None)
-            self.run.damaged.add(key)
+            self.damaged.add(key)
 
     @rule()
     def leftovers_are_swept(self) -> None:
         cloudckpt.sweep(self.uri, older_than=0, config=self.config)
-        for step, one in self.run.steps.items():
+        for step, one in self.steps.items():
             if not (one.is_unread or self.is_damaged(step)):
                 cloudckpt.verify(self.step_at(step), config=self.config)
 
-    @precondition(lambda self: self.run.steps and not self.run.damaged)
+    @precondition(lambda self: self.steps and not self.damaged)
     @rule()
     def all_of_it_is_copied_and_that_is_removed(self) -> None:
-        if any(one.is_unread for one in self.run.steps.values()):
+        if any(one.is_unread for one in self.steps.values()):
             return
         there = f"{self.folder}/copy-{uuid.uuid4().hex}"
         copied = cloudckpt.copy(self.uri, there, config=self.config)
-        assert copied.checkpoints == len(self.run.steps)
+        assert copied.checkpoints == len(self.steps)
         pairs = [
             [(one.step, one.is_abandoned) for one in found if one.is_committed]
             for found in (
@@ -402,7 +397,7 @@ class Lines(RuleBasedStateMachine):
         found = {one.step: one for one in listed}
         committed = {step: one.is_abandoned for step, one in found.items() if one.is_committed}
         assert committed == {
-            step: not (one.is_unread or step in line) for step, one in self.run.steps.items()
+            step: not (one.is_unread or step in line) for step, one in self.steps.items()
         }
         if self.jobs:
             manager = self.jobs[-1].manager

@@ -88,15 +88,6 @@ def test_a_clock_that_is_wrong_by_hours_changes_nothing(monkeypatch, whose, wron
     assert cloudckpt.sweep(run, older_than=-1.0).objects == (f"{store.root}/{leftover}",)
 
 
-def test_a_request_that_is_refused_for_the_clock_says_so(bucket, s3_url, s3_config) -> None:
-    with FaultyProxy(s3_url) as proxy:
-        date = ("Date", "Fri, 27 Nov 2020 07:00:00 GMT")
-        proxy.inject(s3_error(403, "RequestTimeTooSkewed", headers=[date]))
-        config = at(proxy, s3_config)
-        with pytest.raises(cloudckpt.errors.StoreError, match="clock is wrong"):
-            cloudckpt.latest(f"s3://{bucket}/run", config=config)
-
-
 # what may not be deleted, or not be replaced
 
 
