@@ -372,7 +372,7 @@ def test_a_step_that_is_being_restored_is_not_deleted_beside(run) -> None:
     with managed(run, max_to_keep=1) as manager:
 
         def pruned() -> list[int]:
-            manager._pruner.after()
+            manager._pruner.after(None, keep_abandoned=True)
             manager.wait_until_finished()
             return manager.all_steps()
 

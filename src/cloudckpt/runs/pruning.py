@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -254,10 +253,9 @@ class Pruner:
         self._line = line
         self.in_use = StepsInUse()
         self._logged: set[int] = set()  # unreadable and abandoned steps that were logged
-        self._has_logged_loss = False  # whether it was logged that another job claimed the run
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
 
-    def after(self, saved: SaveFuture | None = None, *, keep_abandoned: bool = True) -> None:
+    def after(self, saved: SaveFuture | None, *, keep_abandoned: bool) -> None:
         """Deletes steps that retention does not keep, in the background, after a save.
 
         Args:
@@ -290,10 +288,8 @@ class Pruner:
 
         Nothing is deleted after another job has claimed the run.
         """
-        if saved is not None:
-            concurrent.futures.wait([saved])
-            if saved.exception() is not None or saved.skipped:
-                return
+        if saved is not None and (saved.exception() is not None or saved.skipped):
+            return
         if self._retention.keeps_all and keep_abandoned:
             return
         try:
@@ -308,9 +304,7 @@ class Pruner:
             with self.in_use.deleted(unneeded) as free:
                 delete_steps(self._run, history, free, self._line.check_claim)
         except CheckpointConflictError as error:
-            if not self._has_logged_loss:  # logged once: several saves may have ended before
-                logger.error("%s: old checkpoints are no longer deleted: %s", self._run.root, error)
-            self._has_logged_loss = True
+            logger.error("%s: old checkpoints are no longer deleted: %s", self._run.root, error)
         except CloudCheckpointError as error:
             logger.error("%s: not all old checkpoints could be deleted: %s", self._run.root, error)
         except Exception:
