@@ -133,21 +133,28 @@ def test_a_signal_that_nobody_watches_any_more_ends_the_process() -> None:
         assert ended.wait()[0] == -signal.SIGUSR1
 
 
-def _survives_the_first(number: int, pause: float) -> None:
+def _survives_the_first(number: int, pause: float, is_anew: bool) -> None:
     preemption = Preemption(signals=[number])
     preemption.watch()
     os.kill(os.getpid(), number)
     assert preemption.noticed
+    if is_anew:
+        preemption.ignore()
+        preemption.watch()
     time.sleep(pause)
     os.kill(os.getpid(), number)
     os._exit(7)
 
 
-@pytest.mark.parametrize(("pause", "ended"), [(0.0, 7), (0.5, -signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("pause", "is_anew", "ended"),
+    [(0.0, False, 7), (0.5, False, -signal.SIGTERM), (0.5, True, 7)],
+)
 def test_a_second_signal_that_is_not_the_first_from_another_sender_ends_the_process(
-    pause, ended
+    pause, is_anew, ended
 ) -> None:
-    with child(_survives_the_first, number=signal.SIGTERM, pause=pause) as found:
+    given = {"number": signal.SIGTERM, "pause": pause, "is_anew": is_anew}
+    with child(_survives_the_first, **given) as found:
         assert found.wait()[0] == ended
 
 
