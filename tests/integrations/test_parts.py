@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt import Config, api
+from cloudckpt.checkpoint.torch_private import groups_joined
 from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.integrations.saves import Saves
@@ -87,6 +88,20 @@ def test_who_may_read_only_a_step_may_load_it_but_not_save_beside_it(tmp_path, m
     saves.resumed(f"file://{tmp_path}/step-1")
     with pytest.raises(AccessDeniedError):
         saves.save({"a": 2}, f"file://{tmp_path}/step-2")
+
+
+def _save_in_background(folder: Path) -> int:
+    """The number of process groups that this has opened."""
+    before = groups_joined()
+    saves = Saves(Config(), asynchronous=True)
+    saves.save({"a": dist.get_rank()}, f"file://{folder}/step-1")
+    saves.close()
+    return groups_joined() - before
+
+
+@pytest.mark.parametrize(("world", "opened"), [(1, 0), (2, 2)])
+def test_a_single_rank_saves_without_groups(ranks, tmp_path, world, opened) -> None:
+    assert ranks(world, _save_in_background, tmp_path) == [opened] * world
 
 
 def test_random_generators_go_on_as_they_were() -> None:
