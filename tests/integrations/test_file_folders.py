@@ -153,15 +153,6 @@ def test_what_is_in_the_way_stays_and_so_does_what_was_to_be_renamed(store) -> N
         writer.rename_folder("run/tmp_nothing", "run/nothing")
 
 
-def test_files_that_an_earlier_job_has_left_are_not_committed(store) -> None:
-    killed = folders(store, OTHER)
-    write(killed, "run/tmp_step-7", 3)
-    with killed.written("run/tmp_step-7/model_1.pt") as file:
-        file.write(b"of a second rank")
-    save(folders(store), "run/step-7", 7)
-    assert state_of(store, "run/step-7") == 7
-
-
 # ---- kills
 
 

@@ -170,13 +170,6 @@ def test_a_folder_that_others_refer_to_keeps_what_they_need_until_the_last_goes(
     assert not s3.names()
 
 
-def test_one_file_is_removed(files, run):
-    files.rm(f"{run}/notes.txt")
-    assert not files.exists(f"{run}/notes.txt")
-    with pytest.raises(FileNotFoundError):
-        files.rm(f"{run}/notes.txt")
-
-
 def test_a_file_appears_when_it_is_closed(files, run):
     path = f"{run}/config.json"
     with files.open(path, "w") as file:
