@@ -53,6 +53,7 @@ def _fork(_path: object, arguments: list[str], kept: list[int]) -> int:
                 kind = os.fstat(fd).st_mode
                 if fd > 2 and fd not in kept and (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
                     os.dup2(nothing, fd)  # whoever waits for its end does not wait for this process
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not what pytest captures
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's
         warnings.resetwarnings()
         logging.root.handlers.clear()
