@@ -11,7 +11,7 @@ from botocore.config import Config as BotoConfig
 
 import cloudckpt
 from cloudckpt.errors import ConnectionLostError, TLSError
-from cloudckpt.stores.s3 import access as s3_access
+from cloudckpt.stores.s3 import endpoint as s3_endpoint
 from support.authority import Authority
 from support.forwarding import forward_proxy
 from support.wire.faults import Stall
@@ -52,8 +52,8 @@ def open_road(s3_url, authority, monkeypatch):
 
 def show(certificate: str, monkeypatch) -> None:
     """boto3 takes a client's certificate in its Config alone, which is made by us."""
-    usual, shown = s3_access._boto_config, BotoConfig(client_cert=certificate)
-    monkeypatch.setattr(s3_access, "_boto_config", lambda given: usual(given).merge(shown))
+    usual, shown = s3_endpoint._boto_config, BotoConfig(client_cert=certificate)
+    monkeypatch.setattr(s3_endpoint, "_boto_config", lambda given: usual(given).merge(shown))
 
 
 @pytest.fixture
