@@ -123,7 +123,7 @@ class RestStore(ObjectStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        """Returns the exception for an error response; `headers` is asked by lower-case names."""
+        """Returns the exception for an error response; `headers` must take lower-case names."""
 
     def error_in_success(
         self, headers: Mapping[str, str], body: bytes, action: str, uri: str

@@ -184,7 +184,7 @@ class XmlStore(RestStore):
             root = result_of(self, reply, "POST", self.uri(upload.key))
             tag = text(root, "ETag")
             if not tag and root.tag not in ("", "CompleteMultipartUploadResult"):
-                raise ServerError("the response to the completion of an upload is empty")
+                raise ServerError("the response to the completion is not the expected XML")
             return tag, reply.headers
 
     def _completion(self, parts: Sequence[Part]) -> bytes:
@@ -208,6 +208,7 @@ class XmlStore(RestStore):
             yield from uploads
 
     def _uploads_page(self, prefix: str, marks: Marks) -> tuple[list[Upload], Marks | None]:
+        """Requests one page of a listing of uploads, see `_all_pages`."""
         named = zip(("key-marker", "upload-id-marker"), marks, strict=False)
         more = {name: mark for name, mark in named if mark}
         query = {"uploads": "", "encoding-type": "url", "prefix": prefix, **more}

@@ -161,7 +161,7 @@ class GCSStore(XmlStore):
             self.delete(made.key, if_version=made.version)  # the condition spares a later object
         raise StoreError(  # the parts are gone, so a retry is impossible
             "the store joined the parts incorrectly: the size or the CRC32C of the object is "
-            "wrong; the object was deleted: save again",
+            "wrong, so it is not used; save again",
             uri=self.uri(made.key),
         )
 
@@ -306,6 +306,7 @@ class GCSStore(XmlStore):
 
 
 def _check_encoding(reply: Reply) -> None:
+    """Raises an error if a response says that the object is stored compressed."""
     for name in ("content-encoding", "x-goog-stored-content-encoding"):
         if found := _COMPRESSED.search(reply.headers.get(name, "")):
             raise InvalidRequestError(

@@ -347,7 +347,7 @@ class Call:
 
 
 class WatchedConnection(http.client.HTTPConnection):
-    """The attributes that `_Connecting` above urllib3's class and `_Sending` below it share."""
+    """The attributes shared by `_Connecting`, above urllib3's class, and `_Sending`, below it."""
 
     sock: socket.socket | None
     # set as class attributes by pool_classes:
