@@ -14,7 +14,6 @@ from cloudckpt.uri import CheckpointURI
 from clouds import Cloud, Place, clean_environment, in_environment, opened
 from deselected import DESELECTED
 from servers import BY_CLOUD, REAL, chosen
-from support import forks
 from support.economy import one_thread_of_torch, pytest_runtestloop  # noqa: F401 - a fixture, a hook
 from support.ranks import Ranks
 
@@ -82,12 +81,6 @@ def _own_surroundings() -> Iterator[None]:
     with mock.patch.dict(os.environ, clear=True):
         os.environ.update({**kept, "NO_PROXY": direct, "no_proxy": direct})
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _children_are_forked(_own_surroundings: None) -> None:
-    """From this process, as it is before the first test."""
-    forks.begin()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, settings
 from cloudckpt import Config, RetryPolicy, S3Options
 from support.economy import (  # noqa: F401 - fixtures, a hook
     cheap_sessions_of_boto,
-    children_are_forked,
     memory_is_given_back,
     one_thread_of_torch,
     pytest_collection_modifyitems,

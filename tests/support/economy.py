@@ -118,13 +118,3 @@ def cheap_sessions_of_boto() -> Iterator[None]:
         patch.setattr(botocore.session, "create_loader", lambda *paths: loader)
         patch.setattr(botocore.hooks, "accepts_kwargs", accepts_kwargs)
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def children_are_forked(
-    _own_surroundings: None, one_thread_of_torch: None, cheap_sessions_of_boto: None
-) -> None:
-    """From this process, as it is before the first test."""
-    from support import forks
-
-    forks.begin()

@@ -1,65 +1,54 @@
-"""Children forked from a process that has torch and the tests imported already.
+"""Children forked from a process that has torch and cloudckpt imported already.
 
-Importing them costs a process five seconds and some hundred MiB, a fork milliseconds and what it
-writes to. The process that is forked is itself forked before the first test, from each process that
+Importing torch costs a process three seconds and some hundred MiB, a fork milliseconds and what
+it writes to. The process that is forked is started with the first child, one for each process that
 runs tests; it has a single thread, so that its children are sound.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import logging
 import multiprocessing
 import os
 import pickle
 import signal
-import stat
-import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker, util
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-import pytest
 import torch
 
 context = multiprocessing.get_context("forkserver")
-"""Makes such children. They have the environment of the time of :func:`begin`."""
+"""Makes such children. They have the environment of the time when the first was made."""
 
-
-def begin() -> None:
-    """Forks the process that all children are forked from, which has all imports of this one."""
-    resource_tracker.ensure_running()
-    sys.stdout.flush()
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are execnet's
-        patch.setattr(util, "spawnv_passfds", _fork)
-        forkserver.ensure_running()
-
-
-def _fork(_path: object, arguments: list[str], kept: list[int]) -> int:
-    """In place of a new interpreter, which would import torch again; returns the process's id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for fd in map(int, os.listdir("/dev/fd")):
-            with suppress(OSError):  # that of the folder
-                kind = os.fstat(fd).st_mode
-                if fd > 2 and fd not in kept and (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
-                    os.dup2(nothing, fd)  # whoever waits for its end does not wait for this process
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not what pytest captures
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's
-        warnings.resetwarnings()
-        logging.root.handlers.clear()
-        exec(arguments[-1])
-    finally:
-        os._exit(0)
+context.set_forkserver_preload(
+    [
+        "boto3",
+        "cloudckpt.aio",
+        "cloudckpt.checkpointer",
+        "cloudckpt.files",
+        "cloudckpt.integrations.install",
+        "cloudckpt.runs.comparing",
+        "cloudckpt.runs.copying",
+        "cloudckpt.runs.manager",
+        "cloudckpt.runs.sweeping",
+        "cloudckpt.runs.verifying",
+        "cloudckpt.stores.azure.store",
+        "cloudckpt.stores.gcs.store",
+        "cloudckpt.stores.s3.store",
+        "hypothesis",
+        "opentelemetry.trace",
+        "pytest",
+        "torch._dynamo",  # which the first DTensor imports
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+    ]
+)
 
 
 class Child:
