@@ -191,7 +191,8 @@ class Checkpointer(ClosedAtExit):
 
         Raises:
             MissingKeyError: If ``strict`` and keys are missing; the message names them.
-            ShapeMismatchError: If a tensor has another shape than in the checkpoint.
+            ShapeMismatchError: If a tensor has another shape than in the checkpoint, unless
+                ``leave_misfits`` applies.
             CheckpointNotFoundError: If there is no committed checkpoint.
             CloudCheckpointError: As in :func:`cloudckpt.load`.
         """
@@ -313,6 +314,13 @@ class AsyncCheckpointer(Checkpointer):
                 alike, with the numbers of the saves that failed (:attr:`SaveFuture.number`) and the
                 error. An exception that it raises is raised by the checkpointer.
             when_busy: The policy, unless ``BackgroundOptions(when_busy=...)`` sets another.
+
+        Raises:
+            ConfigError: If an option has the wrong class, differs between ranks, or this rank is
+                not in the process group.
+            ProcessGroupError: If the ranks do not meet within five minutes.
+            SaveProcessError: If the saving process can't be started.
+            AsyncSaveError: If the saving thread can't be started.
         """
         super().__init__(config)
         options = config.config.background
@@ -364,10 +372,24 @@ class AsyncCheckpointer(Checkpointer):
 
 
 def make_sync_checkpointer(config: CheckpointerConfig | None = None) -> SyncCheckpointer:
-    """Returns a checkpointer that saves synchronously."""
+    """Returns a checkpointer that saves synchronously.
+
+    Args:
+        config: The configuration; default: ``CheckpointerConfig()``.
+
+    Raises:
+        ConfigError: If the configuration, or an option in it, has another class.
+    """
     return SyncCheckpointer(config if config is not None else CheckpointerConfig())
 
 
 def make_async_checkpointer(config: CheckpointerConfig | None = None) -> AsyncCheckpointer:
-    """Returns a checkpointer that saves in the background; creating it is a collective call."""
+    """Returns a checkpointer that saves in the background; a collective call.
+
+    Args:
+        config: The configuration; default: ``CheckpointerConfig()``.
+
+    Raises:
+        CloudCheckpointError: As :class:`AsyncCheckpointer`.
+    """
     return AsyncCheckpointer(config if config is not None else CheckpointerConfig())

@@ -49,7 +49,7 @@
             ├── StagingMemoryError    also MemoryError: no room for the copy
             ├── SaveInProgressError   an earlier save has not ended yet
             ├── SaveProcessError      the saving process died, or did not respond
-            └── ClosedError           the saver was closed
+            └── ClosedError           the saver was closed, or made before a fork
 
 Every error survives pickling with its message, URI, item and the text of its cause: torch gathers
 the failures of all ranks by pickle, and a cause that does not survive it is lost.
@@ -311,7 +311,7 @@ class ConnectionLostError(TransientStoreError):
 
 
 class TransferCancelledError(CloudCheckpointError):
-    """The transfer was stopped because another transfer of the same save or load had failed."""
+    """The transfer was stopped: another one of the save or load failed, or an interrupt came."""
 
 
 class CheckpointError(CloudCheckpointError):
@@ -323,7 +323,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A checkpoint already exists and ``overwrite`` is off."""
+    """A checkpoint or file already exists, and ``overwrite`` is off."""
 
 
 class CheckpointConflictError(CheckpointError):
@@ -341,11 +341,11 @@ class CommitUnknownError(CheckpointError):
 
 
 class DifferentCheckpointsError(CheckpointError):
-    """The ranks of one save or load were given different checkpoints."""
+    """The ranks of one save or load use different locations, or different stores."""
 
 
 class IncompleteSaveError(CheckpointError):
-    """A part of a tensor is on no rank that saves, or was not written; nothing was committed."""
+    """Not everything that a save needs was written, or not in time; this call committed nothing."""
 
 
 @dataclass(frozen=True)
@@ -424,12 +424,13 @@ class MissingKeyError(CheckpointError, KeyError):
 class ShapeMismatchError(CheckpointError, ValueError):
     """A tensor's shape differs from its target's, or from the one that a save has planned.
 
-    This is also raised if the target is not a tensor.
+    This is also raised if the target is not a tensor, or if an optimizer has other parameter groups
+    than the saved one.
     """
 
 
 class UnsupportedTensorError(CheckpointError, TypeError):
-    """A tensor is of a kind whose bytes can't be stored faithfully (quantized, sparse, meta)."""
+    """A tensor can't be stored faithfully (quantized, sparse, meta), or can't take saved values."""
 
 
 class UnsupportedValueError(CheckpointError, TypeError):
@@ -480,11 +481,11 @@ class RanksFailedError(CheckpointError):
 
 
 class AsyncSaveError(CheckpointError):
-    """A save in the background failed for a reason of its own; training can continue."""
+    """A background save failed at copying, sending or starting; training can continue."""
 
 
 class StagingError(AsyncSaveError):
-    """An entry of the state dict can't be copied."""
+    """The state dict, or an entry of it, can't be made or copied for a background save."""
 
 
 class StagingMemoryError(AsyncSaveError, MemoryError):
@@ -492,7 +493,7 @@ class StagingMemoryError(AsyncSaveError, MemoryError):
 
 
 class SaveInProgressError(AsyncSaveError):
-    """An earlier save has not ended in the time allowed."""
+    """A background save has not ended in the time allowed."""
 
 
 class SaveProcessError(AsyncSaveError):
@@ -500,4 +501,4 @@ class SaveProcessError(AsyncSaveError):
 
 
 class ClosedError(AsyncSaveError):
-    """The stager, saver or checkpointer is already closed."""
+    """The stager, saver or checkpointer was closed, or made before this process was forked."""

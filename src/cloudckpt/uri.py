@@ -180,7 +180,7 @@ class CheckpointURI:
 
     @classmethod
     def _azure(cls, scheme: str, rest: str, text: str) -> CheckpointURI:
-        """Parses the forms of Hadoop and the portal: ``abfss`` with the account, and ``https``."""
+        """Parses an Azure location with its account: ``abfss``, as in Hadoop, or ``https``."""
         authority, slash, path = rest.partition("/")
         if scheme == "https":
             container, host = "", authority.lower()

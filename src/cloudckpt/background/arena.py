@@ -197,9 +197,9 @@ def _give_back(fd: int, owner: int) -> None:
     """Closes the file; in the process that made it (``owner``), frees its pages first.
 
     Children forked in the meantime, such as DataLoader workers, have their own mapping and
-    descriptors, which would keep the pages as long as they live. They do not use them, and by now
-    neither does the saving process. In such a child nothing is freed: the memory is in use in the
-    process that made it.
+    descriptors, which would keep the pages as long as the children live. They do not use the pages,
+    and the saving process no longer uses them. In such a child nothing is freed: the process that
+    made the file still uses its memory.
     """
     if os.getpid() == owner:
         os.ftruncate(fd, 0)

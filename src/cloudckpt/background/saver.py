@@ -186,8 +186,8 @@ class AsyncSaver:
         """
         if not self.belongs_here:
             raise ClosedError(
-                f"the saver belongs to process {self._pid}, and this process was forked from "
-                "that: make a new saver in this process"
+                f"the saver belongs to process {self._pid}, from which this one was forked: make a "
+                "new saver in this process"
             )
         with self._lock:
             if self._closed:

@@ -49,7 +49,7 @@ class Digester:
     """Computes the digest of one item; releases the GIL while it hashes all but small inputs.
 
     Args:
-        kind: The prefix that is hashed first: :func:`type_prefix` a tensor, or ``VALUE``.
+        kind: The prefix that is hashed first: :func:`type_prefix` of a tensor, or ``VALUE``.
     """
 
     __slots__ = ("_hash", "add")

@@ -212,8 +212,8 @@ class Beginning(Generic[T]):
 def conflict(uri: str, cause: BaseException | None = None) -> CheckpointConflictError:
     """Returns the error of a save that another writer has overtaken at the same location."""
     return CheckpointConflictError(
-        "another writer has committed to this location, or deleted the checkpoint here, since this "
-        "save began; this save was discarded",
+        "another writer committed or deleted a checkpoint here since this save began, so this save "
+        "was discarded: let only one job at a time save here",
         uri=uri,
         cause=cause,
     )

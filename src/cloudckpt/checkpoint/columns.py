@@ -138,7 +138,7 @@ class PackedColumns:
         """Returns the next column, which has ``count`` numbers.
 
         Raises:
-            ValueError: If there is no such column.
+            ValueError: If the data end before, or the width of the column is unknown.
         """
         width = self._data[self._at] if self._at < len(self._data) else 0
         start, end = self._at + 1, self._at + 1 + width * count

@@ -246,9 +246,9 @@ def _unknown(store: ObjectStore, key: str, error: CloudCheckpointError) -> Commi
 
 
 def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> CommitObject | None:
-    """Reads the commit object that this save replaces; returns None if there is none to read.
+    """Returns the parsed commit object that this save replaces; None if it replaces none.
 
-    A commit object that can't be parsed counts as none, with a warning.
+    A commit object that can't be parsed is logged, and also gives None.
 
     Raises:
         CheckpointConflictError: If it was replaced or deleted.
@@ -420,6 +420,6 @@ def publish(
         delete(no_longer_needed(store, uri, replaced, config, needed=named))
     except Exception:
         logger.exception(
-            "%s is committed; the objects of the checkpoint that it replaced were not deleted",
+            "%s is committed, but deleting the replaced checkpoint failed: run cloudckpt sweep",
             uri,
         )

@@ -102,7 +102,7 @@ def _classes(annotation: Any) -> tuple[type[Any], ...]:
 
 
 def _instance_of(cls: type[Any], *, more: bool = False) -> Constructor:
-    """Returns a constructor of a dataclass of torch; ``more``: it may have other fields, too."""
+    """Returns a function that makes a dataclass of torch; ``more``: accepts unknown fields, too."""
     annotated = {name: _classes(hint) for name, hint in get_type_hints(cls).items()}
     required = {
         field.name

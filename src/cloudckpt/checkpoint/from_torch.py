@@ -133,7 +133,7 @@ def _is_plain(item: WriteItem) -> bool:
 
 
 def _kind(item: WriteItem) -> tuple[Any, ...]:
-    """Returns what all items of one tensor have in common."""
+    """Returns an item's type and, of a tensor, shape and dtype: equal for all items of a name."""
     data = item.tensor_data
     return (item.type, *(() if data is None else (data.size, data.properties.dtype)))
 

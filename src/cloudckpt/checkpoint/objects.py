@@ -300,7 +300,7 @@ def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
     """Lists the checkpoints beneath a location, as a hint for the message of another error.
 
-    Returns no text if a short listing shows none, or if it fails; it is not retried.
+    Returns an empty text if a short listing shows no checkpoint, or fails; it is not retried.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")

@@ -174,7 +174,9 @@ class Places:
                 self._indexes[record.name] = None  # both ends of its items are read instead
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
-        """Returns the payloads of items, with checksums; without their index, all bytes of items.
+        """Returns where the payloads of items are, and their checksums, by the indexes read so far.
+
+        For an item in an object without an index, all of its bytes count as payload.
 
         Raises:
             CheckpointCorruptError: If an item has no location, or a contradictory one.

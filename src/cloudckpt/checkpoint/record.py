@@ -79,7 +79,7 @@ class Extents:
 
     @classmethod
     def none(cls, *, digests: bool = False) -> Extents:
-        """Returns extents of no rows; ``digests``: with empty columns for digests."""
+        """Returns extents without rows; ``digests``: whether they have columns for digests."""
         return cls(*(unfilled(0) for _ in range(5 if digests else 3)))
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class Record:
         return dataclasses.replace(self, objects=objects)
 
     def without(self, earlier: Extents) -> Record:
-        """Returns a copy without the extents if they equal ``earlier``, and itself otherwise."""
+        """Returns the record without its extents if they equal ``earlier``, else unchanged."""
         columns, known = self.extents.all_columns, earlier.all_columns
         if len(columns) != len(known) or not all(map(torch.equal, columns, known)):
             return self
@@ -177,7 +177,7 @@ class Record:
         if not self.unmoved:
             return self
         if earlier.digest() != self.unmoved:
-            raise ValueError("the locations of the items are not those of the earlier save")
+            raise ValueError("the known locations are not those of its previous save")
         return dataclasses.replace(self, extents=earlier, unmoved="")
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
@@ -424,7 +424,7 @@ def _described_form(form: Form) -> list[Any] | None:
         return None
     described = [form.shape, str(form.dtype).removeprefix("torch."), form.requires_grad]
     if _form(described).dtype is not form.dtype:  # raises if it can't be read
-        raise ValueError(f"the element type {form.dtype} has another name in torch")
+        raise ValueError(f"{form.dtype} is not in torch under its own name, so it can't be loaded")
     return described
 
 

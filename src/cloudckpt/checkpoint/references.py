@@ -398,7 +398,7 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
 def _owner_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
     """Returns the folder of the save that left a mark; None if the mark is gone.
 
-    It is empty for a mark that can't be read, which counts as that of an uncommitted save.
+    The text is empty if the mark can't be read: the mark then counts as an uncommitted save's.
     """
     try:
         data, _ = retrier.call(lambda: store.get(key, limit=_MOST_BYTES))
@@ -407,7 +407,7 @@ def _owner_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
         return None
     except (ObjectTooLargeError, ValueError, LookupError, TypeError, RecursionError) as error:
         logger.warning(
-            "the mark %s can't be read, so all objects that it may protect are kept: %s",
+            "%s, which protects objects that a save needs, can't be read, so all are kept: %s",
             store.uri(key),
             error,
         )

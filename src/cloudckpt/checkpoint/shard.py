@@ -157,7 +157,7 @@ class Memory(Protocol):
         """Takes bytes, kept alive by ``owner``; returns their buffer number and offset."""
 
     def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Takes a strided tensor, row-major; returns its buffer number, and its start in there."""
+        """Takes a strided tensor, row-major; returns the buffer number, and its offset there."""
 
 
 class Layout(Protocol):

@@ -250,7 +250,7 @@ class Flat:
         self._add((), "", state_dict)
 
     def _add(self, path: Path, prefix: str, value: Any) -> None:
-        """Adds a value; ``prefix`` is its name and a dot."""
+        """Adds a value, or the entries of a container; ``prefix`` is its name and a dot."""
         is_tensor = type(value) is torch.Tensor  # as most values are
         if not is_tensor and isinstance(value, Mapping):
             if path and not value:

@@ -34,7 +34,9 @@ _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 
 class Form(NamedTuple):
-    """The shape and type that a named item has, if it is a tensor; else the form of a value.
+    """The shape, element type and ``requires_grad`` of a named tensor.
+
+    For a value that is not a tensor, the shape is None, and the rest means nothing.
 
     Of torch's ``TensorProperties``, the layout, the memory format and whether a tensor was pinned
     are left out: they say how it was in memory, and no reader uses them.

@@ -152,7 +152,7 @@ def with_strides(properties: _P, strides: tuple[int, ...] | None) -> _P:
 
 
 def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]:
-    """Returns torch's errors in a global plan: chunks that overlap, leave gaps or reach outside.
+    """Returns the errors that torch finds in a plan: chunks that overlap, leave gaps or stick out.
 
     Older versions of torch (such as 2.9) log the errors and only return whether there are any;
     newer ones return them. For the older ones, each tensor is validated by itself, so that an error

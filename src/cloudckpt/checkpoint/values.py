@@ -151,7 +151,7 @@ def load_item(
 def load_tensor(
     data: bytes | bytearray | memoryview, item: str, uri: str, *, trust: bool
 ) -> torch.Tensor:
-    """Loads a tensor that was written by ``torch.save`` and is not a plain tensor.
+    """Loads a tensor that ``torch.save`` wrote in a form other than a plain tensor's.
 
     Raises:
         UntrustedPickleError: If it needs code that torch does not allow.
@@ -169,7 +169,9 @@ def load_tensor(
 
 
 def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
-    """Loads like ``torch.load`` with ``weights_only``, or else as this module's docstring says.
+    """Loads a value by ``torch.load`` with ``weights_only``, or by this module's own unpickler.
+
+    The latter also accepts the classes that the module's docstring lists; no other code runs.
 
     Raises:
         pickle.UnpicklingError: If the file needs any other code.
@@ -193,7 +195,7 @@ _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class _PlainUnpickler(Unpickler):
-    """The unpickler that torch uses for ``data.pkl`` of a file, whose storages torch makes."""
+    """Reads ``data.pkl`` for ``torch.load`` with the harmless classes; torch makes the storages."""
 
     def load(self) -> Any:
         of_torch = {

@@ -319,7 +319,7 @@ def _placeholder(
 
 
 def _fill(value: Any, state: Any, name: str) -> None:
-    """Calls ``load_state_dict``.
+    """Passes a loaded state to the ``load_state_dict`` of a value.
 
     Raises:
         ShapeMismatchError: If the parameter groups of an optimizer are not those that were saved.
@@ -343,7 +343,7 @@ def _items_of(container: Any) -> Any:
 
 
 def _may_be_rebuilt(value: Any) -> bool:
-    """Whether a value is a container with entries of other than the common classes."""
+    """Whether a value is a container with an entry that is not of a common class for leaves."""
     entries = value.values() if isinstance(value, Mapping) else value
     return isinstance(value, (Mapping, list, tuple)) and not _LEAVES.issuperset(map(type, entries))
 

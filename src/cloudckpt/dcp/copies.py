@@ -112,7 +112,7 @@ class Copies(NamedTuple):
     """The items that a rank has in common with others, and compares at each save of a plan.
 
     Attributes:
-        sets: The weight of this rank in each set, and the items.
+        sets: For each set of ranks, this rank's weight and the items that these ranks share.
         samples: Whether only a sample of a large tensor is compared.
     """
 
@@ -184,7 +184,7 @@ def _value(item: WriteItem, planner: SavePlanner, data: Callable[[], Any] | None
     The rank that saves the item reports the failure.
     """
     with contextlib.suppress(Exception):
-        if _saves_as_it_is(planner):
+        if _saves_unchanged(planner):
             return _saved(item, planner)
         made = planner.resolve_data(item) if data is None else data()
         if not isinstance(made, io.BytesIO):
@@ -205,7 +205,7 @@ def _saved(item: WriteItem, planner: DefaultSavePlanner) -> Any:
     return planner.lookup_object(item.index)
 
 
-def _saves_as_it_is(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+def _saves_unchanged(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether a planner saves the values of its state dict unchanged, as torch's does."""
     names = ("resolve_data", "lookup_object", "transform_object")
     return isinstance(planner, DefaultSavePlanner) and all(

@@ -27,7 +27,7 @@ _LONGEST = 10.0
 def let_finish() -> None:
     """Waits up to 10 s until all threads of gloo are idle, or wait for other ranks.
 
-    A thread counts as such if it sleeps and has not run for a moment in which the GIL was free.
+    A thread counts as idle if it sleeps and has not run for a moment in which the GIL was free.
     """
     until = time.monotonic() + _LONGEST
     before: list[tuple[str, ...]] = []
@@ -41,7 +41,7 @@ def let_finish() -> None:
 def _threads() -> Iterator[tuple[str, ...]]:
     """Yields, for each thread of gloo, its number, its state, and its counts of context switches.
 
-    There are none on systems other than Linux.
+    On systems other than Linux, it yields nothing.
     """
     try:
         numbers = os.listdir(_TASKS)

@@ -181,10 +181,11 @@ def newest_beside(
 ) -> CheckpointURI | None:
     """Returns the newest committed step in the folder of ``uri``, by the numbers in the names.
 
-    A step's name differs from this checkpoint's in the numbers only, or, if that has no number, has
-    any. A folder such as ``best`` would stay a base for long, and keep what it shares. A checkpoint
-    that is to be replaced may be its own base. If the notes of the save name its job, only steps of
-    that job count, and steps that it continues: those of abandoned trainings may be deleted soon.
+    A folder counts as a step if its name differs from this checkpoint's in the numbers only, or, if
+    this checkpoint's name has no number, if its name has one. A folder such as ``best`` would stay
+    a base for long, and keep what it shares. A checkpoint that is to be replaced may be its own
+    base. If the notes of the save name its job, only steps of that job count, and steps that it
+    continues: those of abandoned trainings may be deleted soon.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.

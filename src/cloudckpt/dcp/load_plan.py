@@ -434,8 +434,8 @@ def plan_reads(state_dict: Mapping[str, Any], table: Table, uri: str) -> tuple[L
     Raises:
         ValueError: If a name is a tensor in the checkpoint, but not in the state dict.
         UnsupportedTensorError: If a tensor has a partial placement.
-        CheckpointCorruptError: If the metadata lack a part of a tensor, which torch would leave as
-            it is.
+        CheckpointCorruptError: If the metadata lack a part of a tensor; torch would load the other
+            parts without an error.
     """
     items: list[ReadItem] = []
     moved: set[str] = set()

@@ -138,7 +138,7 @@ class SharedReads:
 
 
 def _named(error: Exception) -> CloudCheckpointError:
-    """Returns the error, or a ProcessGroupError for a plain error of torch's collectives."""
+    """Returns an error of cloudckpt unchanged; for any other, a ProcessGroupError caused by it."""
     if isinstance(error, CloudCheckpointError):
         return error
     made = ProcessGroupError(
@@ -355,10 +355,10 @@ class Load:
         return sink
 
     def _round_for(self, target: torch.Tensor, owner: MetadataIndex) -> list[Wanted]:
-        """Returns the reads of a tensor's round, which is after those of all that share its memory.
+        """Returns the list of reads to which those of a tensor are to be added: one for each round.
 
-        As in torch, the last of these tensors determines the values. Fetched in the same round,
-        they would seem damaged.
+        Tensors that share memory get different rounds, in the order of the plan: as in torch, the
+        last of them determines the values. Fetched in the same round, they would seem damaged.
         """
         overlapping = [n for n, claims in enumerate(self._claims) if claims.overlap(target, owner)]
         number = overlapping[-1] + 1 if overlapping else 0

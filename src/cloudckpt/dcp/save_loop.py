@@ -189,8 +189,8 @@ class SaveLoop:
                     reported[rank] = reported[rank].completed(extents)
                 except ValueError as exc:
                     raise IncompleteSaveError(
-                        f"the previous save of rank {rank} by this plan is not that of rank 0: "
-                        f"{exc}; nothing was committed. Save again: all ranks will then plan anew",
+                        f"rank 0 does not know where rank {rank} has written its items: {exc}; "
+                        "nothing was committed. Save again: all ranks will then plan anew",
                         uri=self._uri,
                     ) from exc
             with committing(writer):

@@ -74,7 +74,7 @@ class CloudSavePlanner(DefaultSavePlanner):
 
     @classmethod
     def like(cls, planner: SavePlanner) -> SavePlanner:
-        """Returns a planner with the flags of one of torch's; any other planner as it is."""
+        """Returns this class's planner with the settings of a torch planner; others unchanged."""
         if type(planner) is not DefaultSavePlanner or _is_changed(planner):
             return planner
         return cls(
@@ -267,7 +267,7 @@ class KnownPlan:
         forms: For each item, its form in an object; None unless it is a small tensor in host
             memory.
         extents: The locations of the items in the last save.
-        of_ranks: On the coordinator, the same of all ranks, by rank; empty before the first save.
+        of_ranks: On the coordinator, the extents of all ranks; empty before the first save.
         saves: How many saves have used the plan.
         record: The plan as a record without locations; None until it is needed.
     """
@@ -285,7 +285,7 @@ class KnownPlan:
     record: bytes | None = None
 
     def finished(self, planner: DefaultSavePlanner) -> KnownPlan:
-        """Returns the plan as the planner finishes it, with the data that later saves need."""
+        """Returns a copy that the planner has finished, with the forms that later saves reuse."""
         plan = planner.finish_plan(self.plan)
         made = replace(self, plan=plan, expected=expected_size(plan.items))
         if self.key is None:

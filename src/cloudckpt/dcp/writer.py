@@ -157,8 +157,8 @@ class CloudStorageWriter(OurWriter):
         attempt: The random name of this save, on a rank that commits.
         noted: The notes to be stored with the checkpoint, as bytes.
         hold: The base of this save and the marks that keep it, on a rank that commits.
-        contents: Makes what collects the digests of so many items, and knows which of them the base
-            has; None if everything is sent.
+        contents: In an incremental save, makes a collector of the digests of a number of items that
+            looks them up in the base; None if everything is sent.
         written: What this rank has written in this save; None until it has.
         commits: Whether this rank commits.
         committed: Whether the save is committed, as far as this rank alone knows; None during the
@@ -317,9 +317,9 @@ class CloudStorageWriter(OurWriter):
 
     @property
     def waits_before_sending(self) -> bool:
-        """Whether nothing may be sent before the baseline is known.
+        """Whether the baseline must be known before anything is sent.
 
-        Otherwise only the commit needs the baseline: a saving process gets its work even in an
+        If False, only the commit needs the baseline: a saving process gets its work even in an
         outage of the store, in which the trainer may end.
         """
         return self.sender is send_here or not self.config.overwrite

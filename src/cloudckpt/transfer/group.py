@@ -37,7 +37,7 @@ class Cancellation:
     def check(self) -> None:
         """Raises TransferCancelledError once cancelled."""
         if self._event.is_set():
-            raise TransferCancelledError("cancelled, because another transfer failed")
+            raise TransferCancelledError("stopped: another transfer failed, or an interrupt came")
 
     def wait(self, seconds: float) -> None:
         """Sleeps for `seconds`; raises TransferCancelledError as soon as cancelled."""

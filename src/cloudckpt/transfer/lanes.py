@@ -128,10 +128,10 @@ class LaneSearch:
 
     @property
     def found(self) -> int:
-        """The number of lanes that have proven useful; lanes on trial are not counted.
+        """The number of lanes that have proven useful.
 
-        Lanes on trial count if the previous trial was a clear gain and nothing speaks against them
-        yet: a short transfer ends in the middle of a trial.
+        Lanes on trial count only if the previous trial was a clear gain and nothing speaks against
+        them yet: a short transfer ends in the middle of a trial.
         """
         if self._before is None:
             return self.lanes

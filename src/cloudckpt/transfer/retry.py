@@ -115,7 +115,7 @@ class Retrier:
 
         def seen() -> T:
             if (result := look()) is None:
-                raise TransientStoreError("the uploaded bytes are not visible yet")
+                raise TransientStoreError("the store does not show the uploaded object yet")
             return result
 
         # without pauses only the attempts end the looks
