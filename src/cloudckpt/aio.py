@@ -58,7 +58,7 @@ async def latest(
 async def list_checkpoints(
     run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> list[CheckpointSummary]:
-    """Returns the committed checkpoints of a run; see :func:`cloudckpt.list_checkpoints`."""
+    """Lists all checkpoints of a run, committed or not; see :func:`cloudckpt.list_checkpoints`."""
     found = Run(run, step_name=step_name, config=config)
     return await _request(found.view, lambda view: found.through(view).summaries(), is_wide=True)
 

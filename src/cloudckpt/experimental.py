@@ -47,7 +47,7 @@ class CloudCheckpointWriter(CheckpointWriter):
     stay, and the other ranks wait for it until the barrier times out.
 
     Attributes:
-        transferred: The totals of the last ``write``; None before the first.
+        transferred: The bytes and requests of the last ``write``; None before the first.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CloudCheckpointReader(CheckpointReader):
     """Reads the state of one rank from a URI.
 
     Attributes:
-        transferred: The totals of the last ``read``; None before the first.
+        transferred: The bytes and requests of the last ``read``; None before the first.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -
 
     Args:
         target: A value of the state dict.
-        source: The value of the file at the same place.
-        path: The place, for messages.
+        source: The value in the file under the same keys.
+        path: These keys, joined by dots, for messages; empty for the whole state.
         uri: The file, for messages.
         missing: Takes the keys of the state dict that the file lacks.
     """
@@ -210,8 +210,8 @@ def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -
     types: tuple[type[Any], ...] = (torch.Tensor, dict, type(source))
     if not isinstance(target, next(one for one in types if isinstance(source, one))):
         raise CheckpointError(
-            f"{path} is a {type(target).__name__} in the state dict, but the file has a "
-            f"{type(source).__name__} there: put None there to load it as it is",
+            f"{path or 'the state'} is a {type(target).__name__}, but the file has a "
+            f"{type(source).__name__} there: pass None in its place to load the file's value",
             uri=uri,
             item=path,
         )
@@ -240,7 +240,7 @@ def _fill(target: torch.Tensor, source: torch.Tensor, path: str, uri: str) -> No
             error = UnsupportedTensorError if attribute == "layout" else ShapeMismatchError
             raise error(
                 f"{path} has the {attribute} {theirs} in the file, but {ours} in the state "
-                "dict: put None there to load it as it is",
+                "dict: put None in its place to load the file's tensor",
                 uri=uri,
                 item=path,
             )

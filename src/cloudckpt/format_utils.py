@@ -56,7 +56,7 @@ Kind = Literal["dcp", "torch"]
 
 
 class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
-    """Plans loads of any values from sources without metadata, as torch's class does of tensors.
+    """Plans loads from sources without metadata; unlike torch's class, of values of any type.
 
     The state dict alone determines what is loaded and how it is sharded.
     """
@@ -129,7 +129,7 @@ def dcp_to_torch_save(
         trust_pickle: Whether pickles in the checkpoint may run any code.
 
     Returns:
-        The totals of the upload.
+        The bytes and requests that were sent.
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.

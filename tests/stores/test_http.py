@@ -269,11 +269,7 @@ def test_white_space_keeps_a_slow_answer_alive(server, open_client):
 @pytest.mark.parametrize(
     ("limits", "answer", "told"),
     [
-        (
-            {"completion_timeout": 0.5},
-            {"body": b" " * 100_000, "drip": True},
-            "not complete within",
-        ),
+        ({"completion_timeout": 0.5}, {"body": b" " * 100_000, "drip": True}, "took more than"),
         ({"stall_timeout": 0.5}, {"body": b" ", "unfinished": True}, "stalled"),
         ({}, {"body": b" ", "unfinished": True, "hang_up": True}, "broke after 1 bytes"),
     ],

@@ -40,7 +40,7 @@ def convert(
     state. TARGET becomes visible when it is complete.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         source: A checkpoint of cloudckpt or torch, or a torch.save file.
         target: Location of the checkpoint or file to write.
         to: Format of TARGET: a checkpoint (dcp) or a torch.save file (torch). [default: a
@@ -107,7 +107,7 @@ def export(
     complete.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         checkpoint: A checkpoint of cloudckpt or torch.
         target: The folder of the model, e.g. s3://bucket/model.
         prefix: Export only tensors whose names begin with this prefix, e.g. model, and remove it
@@ -162,7 +162,7 @@ def import_(call: Call, source: str, checkpoint: str, *, overwrite: bool | None 
     complete.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         source: The folder of a model in safetensors files, or one such file.
         checkpoint: Location of the checkpoint to write, e.g. s3://bucket/run/step-0.
         overwrite: Replace an existing target. [default: as CLOUDCKPT_OVERWRITE says, else yes]
@@ -202,7 +202,7 @@ def _writing(call: Call, target: str, config: Config) -> Iterator[None]:
         with contextlib.suppress(CheckpointNotFoundError):
             kind_of(target, config=config)
             raise CheckpointExistsError(
-                "the file already exists, and overwrite is off: choose another name, or give "
+                "the target already exists, and overwrite is off: choose another, or give "
                 "--overwrite",
                 uri=target,
             )

@@ -33,7 +33,7 @@ def doctor(
     shown. The exit code is 1 if a check fails.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         location: The location to check, e.g. s3://bucket/run.
         read_only: Write nothing: check only what loading needs.
         size: MiB to upload and download to measure the speed, at most 1024.

@@ -30,7 +30,7 @@ def inspect(call: Call, checkpoint: str, pattern: str = "*", *, html: str | None
     """Show what is in a checkpoint: names, shapes, types, sizes, and its notes.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         checkpoint: The checkpoint, e.g. s3://bucket/run/step-1000.
         pattern: Pattern of the names to show, e.g. 'model.*'; * matches any text.
         html: Write an HTML page to this file: sizes, notes, and times of the save.
@@ -81,7 +81,7 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
     or the command failed, 3 if a checkpoint does not exist, 4 if one is damaged.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         first: A checkpoint, e.g. s3://bucket/run/step-1000.
         second: The checkpoint to compare with.
         pattern: Pattern of the names to compare, e.g. 'model.*'; * matches any text.

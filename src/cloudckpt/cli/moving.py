@@ -19,7 +19,7 @@ def verify(call: Call, checkpoint: str, *, ranks: bool | None = None) -> None:
     last. If torchrun starts the command, the ranks divide the work.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         checkpoint: The checkpoint, e.g. s3://bucket/run/step-1000.
         ranks: Share the work with other ranks, as given by RANK, WORLD_SIZE, MASTER_ADDR and
             MASTER_PORT. [default: yes if torchrun has started the command, else no]
@@ -64,7 +64,7 @@ def cp(
     ranks divide the checkpoints of a run.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         source: A checkpoint, or the folder of a run.
         target: Location of the copy; for a checkpoint also the folder of an existing run.
         overwrite: Replace an existing target. [default: as CLOUDCKPT_OVERWRITE says, else yes]
@@ -104,7 +104,7 @@ def unshare(call: Call, checkpoint: str) -> None:
     The shared data is copied into its own folder.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         checkpoint: The checkpoint, e.g. s3://bucket/run/step-1000.
     """
     if call.dry_run:

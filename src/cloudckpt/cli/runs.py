@@ -34,7 +34,7 @@ def ls(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
     that other checkpoints share).
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         locations: Runs, folders, buckets or checkpoints, e.g. s3://bucket/run. In each folder
             name, * matches any text and ? one character.
         step_name: Pattern of the checkpoints' folder names.
@@ -141,7 +141,7 @@ def du(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
     """Show the size of each run in a folder or bucket: in all, abandoned, and not committed.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         locations: Runs, folders or buckets, e.g. s3://bucket. In each folder name, * matches any
             text and ? one character.
         step_name: Pattern of the checkpoints' folder names.
@@ -154,7 +154,7 @@ def latest(call: Call, run: str, *, step_name: str = DEFAULT_PATTERN) -> None:
     """Print the newest committed checkpoint of a run.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         run: The folder of a run, e.g. s3://bucket/run.
         step_name: Pattern of the checkpoints' folder names.
     """
@@ -177,7 +177,7 @@ def best(
     """Print the committed checkpoint of a run that has the best value of a metric.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         run: The folder of a run, e.g. s3://bucket/run.
         metric: Name of the metric to compare, e.g. loss.
         mode: Whether the lowest (min) or the highest value (max) is the best.
@@ -202,7 +202,7 @@ def recover(call: Call, checkpoint: str, *, wait: str = "60s") -> None:
     """Commit a checkpoint whose job was killed after all data was uploaded.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         checkpoint: The checkpoint, e.g. s3://bucket/run/step-1000.
         wait: Maximum time to wait for processes that are still uploading, e.g. 60s.
     """
@@ -226,7 +226,7 @@ def rm(call: Call, locations: list[str], *, recursive: bool = False) -> None:
     """Delete checkpoints (the commit first, then the data), or whole runs. Other files stay.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         locations: Checkpoints, e.g. s3://bucket/run/step-1000; with --recursive, runs or folders.
             In each folder name, * matches any text and ? one character.
         recursive: Delete whole runs, at the locations or beneath them: all checkpoints, and the
@@ -280,7 +280,7 @@ def prune(
     """Delete the checkpoints of a run that no given rule keeps; the newest always stays.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         run: The folder of a run, e.g. s3://bucket/run.
         max_to_keep: Keep this many of the newest checkpoints; with --best-metric and without
             --best-to-keep, this many of the best.
@@ -326,7 +326,7 @@ def _delete(
     """Deletes checkpoints after a confirmation, and prints for each what has become of it.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         wanted: The URIs of the checkpoints.
         delete: Deletes them, and calls its argument with the URI of each that is gone.
         what: For the question: in which whole runs they are.
@@ -350,7 +350,7 @@ def sweep(call: Call, run: str, *, older_than: str = "24h") -> None:
     """Delete leftovers of killed saves: unreferenced data and unfinished uploads.
 
     Args:
-        call: As it was called.
+        call: The options that all commands share.
         run: The folder of a run, e.g. s3://bucket/run.
         older_than: Minimum age of leftovers, e.g. 24h. Less is safe only if no job is saving there.
     """

@@ -204,10 +204,10 @@ def require(ok: bool, message: str) -> None:
 
 
 def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
-    """Raises ConfigError unless an endpoint is a plain URL; messages show no password or signature.
+    """Checks that an endpoint is a plain URL, or None.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If it is another value; the message shows no password or signature.
     """
     if url is None:
         return

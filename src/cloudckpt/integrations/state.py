@@ -1,4 +1,4 @@
-"""What the adapters save of a training: models, optimizers, values, files, and each rank's own.
+"""The state that the adapters save: models, optimizers, values, files, and state of single ranks.
 
 The states of an optimizer are saved by parameter names, which resharding does not change. To create
 the states of a fresh optimizer, torch makes a step with zero gradients and a learning rate of 0.
@@ -331,7 +331,7 @@ def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
     path = os.path.normpath(os.path.join(folder, name))
     if not path.startswith(folder + os.sep):
         raise ConfigError(
-            f"{name!r} is not the name of a file in a saved folder", uri=uri, item=name
+            f"{name!r} leads out of the folder: load it by cloudckpt.load", uri=uri, item=name
         )
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb"):  # also shortens a file that is there

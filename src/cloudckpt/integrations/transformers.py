@@ -374,9 +374,9 @@ def _folder(output_dir: str, step: int) -> str:
 
 
 def _step_of(folder: str | None) -> int | None:
-    """Returns the step of a Trainer's checkpoint folder; None if it is not one.
+    """Returns the step in the name of a Trainer's checkpoint folder; None for any other name.
 
-    The folder of the best checkpoint may be of a later step than the best one: the next saved step.
+    If the Trainer has not saved its best step, it may name the next saved step as the best.
     """
     name = os.path.basename(folder or "").removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(name) if name.isdecimal() else None

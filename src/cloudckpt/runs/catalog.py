@@ -142,7 +142,7 @@ class History:
     unread: dict[int, CloudCheckpointError]
 
     def scores(self, metric: str) -> dict[int, float]:
-        """Returns a metric of the steps on the line that have it, and not as NaN."""
+        """Returns the values of a metric by step, for the steps on the line; NaN is left out."""
         values = {step: notes.metrics.get(metric, math.nan) for step, notes in self.line.items()}
         return {step: score for step, score in values.items() if not math.isnan(score)}
 
@@ -206,7 +206,7 @@ class Run:
         steps = self.steps_among(folders)
         if warns and folders and not steps:
             logger.warning(
-                "%s: no folder has a name like %r; the folders are %s%s",
+                "%s: no folder name matches step_name=%r; the folders are %s%s",
                 self.root,
                 self.names.pattern,
                 ", ".join(repr(name) for name in folders[:3]),

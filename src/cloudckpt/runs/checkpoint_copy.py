@@ -270,7 +270,7 @@ def _has_the_same(target: Run, ours: ReadContent) -> bool:
 
 
 def _content(part: ReadContent) -> bytes:
-    """Returns a checkpoint's record without names of objects: a copy has the same."""
+    """Returns the bytes of a checkpoint's record without what a copy changes: objects' names."""
     record = part.commit.record
     assert record is not None  # the checkpoint has checksums
     unnamed = partial(replace, rank=0, ordinal=0, attempt="", folder="")

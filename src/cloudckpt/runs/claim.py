@@ -206,7 +206,7 @@ class OwnLine(CommitHook):
         self._inner.after_commit(uri, metadata)
 
     def go_on_from(self, step: int | None, notes: Notes | None) -> None:
-        """Makes the next save continue the restored step; None, in an empty run, continues none."""
+        """Makes the next save continue the restored step; None if there was no step to restore."""
         continues = {} if step is None or notes is None else notes.continued_at(step)
         if len(continues) > _MANY_JOBS:
             history = self._meeting.broadcast_from_first(self.run.history)

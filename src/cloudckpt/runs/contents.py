@@ -207,7 +207,7 @@ class ReadContent:
 
 
 def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, chunks: int) -> StoredItem:
-    """Describes a tensor."""
+    """Describes a tensor that is stored in ``chunks`` chunks."""
     return StoredItem(
         name=name,
         shape=shape,

@@ -202,7 +202,7 @@ def _ends(
 
 
 def _at(run: Run, location: CheckpointURI) -> Run:
-    """Returns another location with the same options."""
+    """Returns the run, or the checkpoint, at another location with the same options."""
     return Run(location, config=run.config)
 
 

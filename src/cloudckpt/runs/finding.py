@@ -25,7 +25,7 @@ _WILD = ("*", "?")
 
 
 def matching(location: str, config: Config | None = None) -> list[str]:
-    """Lists the folders that match a pattern; a location without ``*`` and ``?`` is returned as is.
+    """Lists the folders that match a pattern; a location without ``*`` and ``?`` is returned alone.
 
     The pattern is matched folder name by folder name, as in a shell: ``*`` never matches ``/``.
 

@@ -128,8 +128,8 @@ class Preemption:
     def ignore(self) -> None:
         """Restores the previous handlers, if this was the last watcher of their signals.
 
-        A handler that was set after :meth:`watch` stays; if it calls ours, that only calls the
-        previous one.
+        A handler that was set after :meth:`watch` stays; if it calls the handler of this class,
+        that only calls the previous one.
         """
         for number in self._signals:
             if number in _handled:
@@ -271,7 +271,7 @@ class Agreement:
         return is_ending, due
 
     def _answer(self) -> tuple[bool, bool, bool]:
-        """Waits for the collective in progress, if any; returns what the ranks know then."""
+        """Waits for the collective in progress, if any; returns the flags of the last one."""
         if self._asked is not None:
             flags, work = self._asked
             with all_expected(None if work.is_completed() else self._group):

@@ -61,8 +61,8 @@ def prune(
     (:mod:`cloudckpt.runs.line`), of which the newest is always kept. The newest checkpoint of the
     run must be readable: otherwise intact checkpoints would be deleted in favour of a damaged one.
     Other checkpoints whose notes can't be read are kept, which is logged, and so are those that are
-    saved anew meanwhile. One that can't be deleted does not keep the others; if the store becomes
-    unreachable, the rest is not tried.
+    saved anew meanwhile. If a checkpoint can't be deleted, the others are deleted all the same; if
+    the store becomes unreachable, the rest is not tried.
 
     Args:
         run: The folder of the run.
@@ -139,8 +139,8 @@ def delete_steps(
 ) -> list[int]:
     """Deletes steps of a history, unless they were saved anew since their notes were read.
 
-    A step that can't be deleted does not keep the others. But if the store can't be reached, or
-    another job has claimed the run, the rest is not tried.
+    If a step can't be deleted, the others are deleted all the same. But if the store can't be
+    reached, or another job has claimed the run, the rest is not tried.
 
     Args:
         run: The run.
@@ -344,7 +344,7 @@ class StepsInUse:
 
     @contextlib.contextmanager
     def kept(self, step: int) -> Iterator[None]:
-        """Marks a step as in use during a ``with`` block, after a deletion of it in progress."""
+        """Marks a step as in use during the block; first waits for a deletion of it to end."""
         with self._changed:
             self._changed.wait_for(lambda: step not in self._deleted)
             self._used[step] += 1
@@ -356,7 +356,7 @@ class StepsInUse:
 
     @contextlib.contextmanager
     def deleted(self, steps: Iterable[int]) -> Iterator[list[int]]:
-        """Yields those of some steps that are unused; uses of them wait until the block ends."""
+        """Yields the steps that are not in use; their saves and loads wait until the block ends."""
         with self._changed:
             free = [step for step in steps if not self._used[step]]
             self._deleted.update(free)

@@ -66,8 +66,8 @@ def restore_newest(
                 continue
             if passed.pop(step, None) is not None and not damages:
                 logger.warning(
-                    "%s: no step of the latest job's line is left, so the newest step of the run "
-                    "is restored",
+                    "%s: the training of the latest job has no committed step left, so the "
+                    "newest step of the run is restored",
                     run.root,
                 )
             return step, notes
@@ -240,7 +240,7 @@ def _selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> d
 
 
 def _put_back(state: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Copies loaded entries from a selection back into the state dict it was made from."""
+    """Copies loaded entries into the state dict that they were selected from."""
     for key, value in loaded.items():
         if isinstance(value, dict) and value is not state[key] and isinstance(state[key], dict):
             _put_back(state[key], value)

@@ -227,7 +227,7 @@ class Saves:
         )
 
     def _row(self) -> int:
-        """Returns the length of the last row of failures; same on all ranks."""
+        """Returns how many saves failed in a row, most recently; same on all ranks."""
         row = 0
         for save in reversed(self._all):
             if save.outcome == "failed":

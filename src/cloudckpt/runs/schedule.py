@@ -54,7 +54,7 @@ class Schedule:
         self._due_since = time.monotonic()  # the beginning of the current interval in seconds
 
     def watch(self) -> None:
-        """Begins to handle the signals, as the first question does.
+        """Begins to handle the signals, unless they are handled already.
 
         Raises:
             ConfigError: If a signal can't be handled.
@@ -64,7 +64,7 @@ class Schedule:
             self._is_watching = True
 
     def meet(self, meeting: Meeting) -> None:
-        """Sets the ranks that decide together; call it before the first question."""
+        """Sets the ranks that decide together; call it before the methods that decide."""
         self._is_first = meeting.rank == 0
         self._agreement = Agreement(meeting.group)
 

@@ -101,7 +101,7 @@ class StepNames:
             )
 
     def _with(self, step: int) -> str:
-        """Formats a step, without checking it."""
+        """Returns the folder name of a step that was checked before."""
         return self.pattern.format(step=step)
 
     def name(self, step: int) -> str:

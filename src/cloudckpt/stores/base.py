@@ -245,8 +245,9 @@ class ObjectStore(RangeReader):
         checksum: int,
         progress: Progress | None = None,
     ) -> Part:
-        """Sends part `number` (from 1), replacing an earlier part of that number. Arguments as in
-        `put`.
+        """Sends part `number` (from 1), replacing an earlier part of that number.
+
+        `body`, `checksum` and `progress` are as in `put`.
         """
 
     @abstractmethod

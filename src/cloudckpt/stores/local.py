@@ -245,7 +245,7 @@ class LocalStore(ObjectStore):
             raise IsADirectoryError(key)
         if not stat.S_ISREG(found.st_mode):
             raise InvalidRequestError(
-                "this is a pipe, a device or a socket, not a file", uri=self.uri(key), certain=True
+                "this is a pipe, device or socket, not a file", uri=self.uri(key), certain=True
             )
         return _info(key, found)
 
@@ -272,7 +272,7 @@ class LocalStore(ObjectStore):
                 ) from exc
             if count == 0:
                 raise ConnectionLostError(
-                    "the file shrank while it was read", received=done, uri=self.uri(key)
+                    "the file was shortened while it was read", received=done, uri=self.uri(key)
                 )
             done += count
             rest = skip(rest, count)

@@ -162,8 +162,8 @@ class RestStore(ObjectStore):
         """Returns the version that a response gives in a header or its body, if it has one.
 
         Raises:
-            ConnectionLostError: If this response has none, although others of this store have: it
-                may confirm something else.
+            ConnectionLostError: If this response has none, although others of this store have one:
+                the response may not come from the store.
             StoreError: If no response has had one: this store, or a proxy, never sends it.
         """
         if tag:
@@ -280,8 +280,8 @@ class RestStore(ObjectStore):
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
         """Returns whether a refused request may succeed if it is signed and sent again.
 
-        It may with other credentials; without the Expect header, if the server does not support it;
-        or with a new signature, if the request was delayed until the old signature had expired.
+        It may succeed with other credentials; without the Expect header, if the server does not
+        support that; or with a new signature, if the old one expired before the request arrived.
 
         Args:
             refused: The refusal.

@@ -54,8 +54,8 @@ def unqualified(body: bytes, name: str = "") -> Element:
 
     Args:
         body: The body of the response.
-        name: The tag that the root must have; empty: any. Needed where an absent child would be
-            taken for a missing object. A sign-in page of a proxy may be valid XML, and would be
+        name: The tag that the root must have; empty allows any. Needed where an absent child would
+            be taken for a missing object. A sign-in page of a proxy may be valid XML, and would be
             taken for an empty listing.
 
     Raises:
@@ -148,7 +148,7 @@ class XmlStore(RestStore):
         with self.exchange("POST", url, headers, key=key) as reply:
             upload_id = text(unqualified(reply.read_all()), "UploadId")
         if not upload_id:
-            raise ServerError("the response has no upload ID", uri=self.uri(key))
+            raise ServerError("the store's response has no upload ID", uri=self.uri(key))
         return Upload(key, upload_id, part_size, attempt=attempt)
 
     def put_part(
@@ -184,7 +184,7 @@ class XmlStore(RestStore):
             root = result_of(self, reply, "POST", self.uri(upload.key))
             tag = text(root, "ETag")
             if not tag and root.tag not in ("", "CompleteMultipartUploadResult"):
-                raise ServerError("the response to the completion is not the expected XML")
+                raise ServerError("the response does not confirm that the upload was completed")
             return tag, reply.headers
 
     def _completion(self, parts: Sequence[Part]) -> bytes:

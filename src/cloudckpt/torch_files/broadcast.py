@@ -136,7 +136,7 @@ class BroadcastingTorchSaveReader(OurReader):
             )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns the plan as it is."""
+        """Returns the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -284,7 +284,7 @@ class BroadcastingTorchSaveReader(OurReader):
 
 
 def _region(item: ReadItem) -> tuple[slice, ...]:
-    """Returns where the elements of an item are in the whole tensor, which the file has.
+    """Returns the position of an item's elements in the whole tensor, which the file has.
 
     The planner's chunks are those of the state dict, and offsets are counted in them.
     """
@@ -307,7 +307,7 @@ def check_fillable(tensor: torch.Tensor, name: str, uri: str) -> None:
 
 
 def _why_not_sent(stored: Any, wants_tensor: bool) -> str:
-    """Returns why an entry can't be loaded as it is planned; empty if it can be."""
+    """Returns why an entry of the file can't be loaded as planned; empty if it can be."""
     if isinstance(stored, torch.Tensor) != wants_tensor:
         wanted = "a tensor" if wants_tensor else "another kind of value"
         return f"is a {type(stored).__name__}, but the state dict has {wanted} for it"

@@ -103,7 +103,7 @@ class WrittenFile(io.BufferedIOBase):
             StoreError: If bytes can't be sent.
         """
         if self.closed:
-            raise ValueError("write to a closed file")
+            raise ValueError("the file is closed: open it again to write")
         view = memoryview(data).cast("B")
         if self._upload is not None:
             try:
@@ -116,7 +116,7 @@ class WrittenFile(io.BufferedIOBase):
         raise self.failure
 
     def _send(self, upload: ObjectUpload, view: memoryview) -> None:
-        """Sends immutable memory as it is, and copies other memory into slabs, which are sent."""
+        """Sends immutable memory without a copy; copies other memory into slabs, which are sent."""
         if self._at + view.nbytes > self._most:
             raise InvalidRequestError(
                 f"the object exceeds {self._most} bytes, the limit with parts of this size: "

@@ -138,7 +138,7 @@ class FileFolders(VisibleFiles):
                 ) from error
             problem = "no longer exists"
         raise CheckpointCorruptError(
-            f"the object of the file {problem}: restore it, or load an older checkpoint",
+            f"the object with the file's bytes {problem}: restore it, or load an older checkpoint",
             uri=self._store.uri(file.key),
         )
 

@@ -175,7 +175,7 @@ def _opened(data: bytes | bytearray, expected: str, uri: str) -> dict[str, Any]:
 
 
 def _file(below: str, described: Any, uri: str) -> StoredFile:
-    """Makes a file from its description, whose object is named relative to ``below``."""
+    """Makes a file from its description, which names the object relative to the key ``below``."""
     try:
         algorithm = ALGORITHMS[described["algorithm"]]
         size, block_size = described["size"], described["block_size"]

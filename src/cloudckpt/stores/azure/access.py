@@ -190,7 +190,7 @@ class Secret(ABC):
     """A secret from the environment, which authorizes requests to one account.
 
     Attributes:
-        kind: What it is, for messages.
+        kind: The type of the secret in words, for messages.
         secret: The secret.
         ends: When it expires, in seconds since 1970, if that is known.
     """
@@ -444,7 +444,7 @@ def _account_of(endpoint: str) -> str:
 
 
 def _are_together(one: str, other: str) -> bool:
-    """Returns whether endpoints are of one cloud: another one may have an account of that name."""
+    """Returns whether two endpoints are in one cloud; each cloud has its own account names."""
     clouds = [_CLOUD.search(urlsplit(endpoint).hostname or "") for endpoint in (one, other)]
     return None in clouds or len({cloud and cloud.group("zone", "suffix") for cloud in clouds}) == 1
 

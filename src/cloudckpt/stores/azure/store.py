@@ -170,9 +170,9 @@ class AzureStore(RestStore):
             answer, crc = self._copied(source, found, key, self.object_url(key), headers)
             if (status := answer.get("x-ms-copy-status")) != "success":
                 raise ServerError(
-                    "the store copies the blob in the background (status "
-                    f"{excerpt(str(status))}), so whether the copy will be complete is unknown; it "
-                    "is copied again",
+                    "the store responded before it had copied the blob (status "
+                    f"{excerpt(str(status))}), so it is unknown whether the copy will be complete; "
+                    "copy again",
                     uri=self.uri(key),
                 )
         return ObjectInfo(key, found.size, self.tag_of(answer.get("ETag"), key), crc)
@@ -366,7 +366,7 @@ def block_id(upload: Upload, number: int) -> str:
 
 
 def _upload_of(block: str) -> str:
-    """Returns the id of the upload that a block belongs to; a foreign block's own id."""
+    """Returns the id of the upload that a block belongs to; of another program's block, its own."""
     try:
         name = base64.b64decode(block).decode("ascii")
     except (binascii.Error, UnicodeDecodeError):

@@ -112,7 +112,7 @@ def answer_of(reply: Reply) -> dict[str, Any]:
 
 
 def generation(version: str) -> str:
-    """Returns `version` as a generation for a precondition; an unused one if not a number."""
+    """Returns `version` for a precondition; if it is no number, a generation that none has."""
     return version if version.isascii() and version.isdigit() else _NO_GENERATION
 
 
@@ -123,7 +123,7 @@ def parse_crc32c(text: str) -> int | None:
 
 
 def of_payload(progress: Progress | None, before: int, size: int) -> Progress | None:
-    """Returns a progress callback that counts only the `size` bytes after `before` others."""
+    """Returns a progress callback that counts only `size` bytes, after the first `before`."""
     if progress is None:
         return None
     sent = reported = 0

@@ -171,7 +171,7 @@ class Reply:
         extent, _, total = span.partition("/")
         if unit != "bytes":
             raise ConnectionLostError(
-                "the response has no valid Content-Range", cause=excerpt(span)
+                "the response has no valid header Content-Range", cause=excerpt(span)
             )
         whole = whole_number(total)
         if whole < start + size:
@@ -262,7 +262,7 @@ class Reply:
                     break
                 data += piece
                 if time.monotonic() > end:
-                    raise TimeoutError(f"it was not complete within {self._longest:.0f} s")
+                    raise TimeoutError(f"the body took more than {self._longest:.0f} s")
         except _BROKEN as exc:
             cause = exc
         if cause is None and self._raw.isclosed() and not self._raw.length:
@@ -273,7 +273,7 @@ class Reply:
         return bytes(data), error
 
     def close(self) -> None:
-        """Returns the connection to the pool if the body was read, or almost; else closes it."""
+        """Returns the connection to the pool if at most a little is unread; else closes it."""
         # None: unknown; 0 also after HEAD, and for responses without a body
         left = self._raw.length
         try:

@@ -100,7 +100,7 @@ def break_connection(connection: Connection) -> None:
 
 
 def _beneath(connection: Connection) -> socket.socket | None:
-    """Returns the kernel's socket under a connection; None if it is not open."""
+    """Returns the plain socket that a connection uses; None if the connection is not open."""
     found: Connection | None = connection
     if isinstance(found, http.client.HTTPConnection):
         found = found.sock
@@ -223,8 +223,8 @@ class Watch:
 
         Args:
             connection: The connection to watch; None to watch nothing.
-            late: The message of the error; by default that of a stall.
-            limit: Seconds; by default those of a stall.
+            late: The message of the error; by default the message for a stall.
+            limit: Seconds; by default the limit for a stall.
             counter: The bytes that count as progress; by default only the end of the block does.
 
         Raises:
@@ -282,7 +282,7 @@ class Watch:
         try:
             step.check(now)
         except Exception:
-            logger.exception("a connection can't be watched for stalls any longer and is closed")
+            logger.exception("a connection is closed, because checking it for a stall failed")
             step.expired = True
             with contextlib.suppress(Exception):
                 break_connection(step.connection)

@@ -24,8 +24,8 @@ def early_response(sock: socket.socket) -> tuple[http.client.HTTPResponse | None
     """Waits up to a second for the server's response to headers whose body was not sent yet.
 
     Returns:
-        The response if one has begun, to be read from there, as it holds bytes that were read
-        ahead; and whether it is final, so that the body must not be sent.
+        The response, or None if none has begun: use this object to read it, as its buffer has the
+        first bytes; and whether the response is final, so that the body must not be sent.
     """
     response = http.client.HTTPResponse(sock)
     # not the overridden settimeout, which does nothing on a watched socket

@@ -89,12 +89,12 @@ def _openssl() -> _OpenSSL:
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise _UnfitError("the Python is free-threaded")
     if sys.version_info >= _UNKNOWN:
-        raise _UnfitError("the version of Python is not known yet")
+        raise _UnfitError("this version of Python is newer than the versions that cloudckpt knows")
     import _ssl
 
     path = getattr(_ssl, "__file__", None)
     if path is None:
-        raise _UnfitError("OpenSSL is linked into Python")
+        raise _UnfitError("OpenSSL is linked statically into Python")
     pointer, number = ctypes.c_void_p, ctypes.c_int
     try:
         library = ctypes.PyDLL(path)

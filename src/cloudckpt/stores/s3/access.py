@@ -1,5 +1,6 @@
-"""Access to an S3 bucket: credentials, endpoint and signatures by boto3, with its errors
-converted.
+"""Access to an S3 bucket: credentials, endpoint and signatures, which boto3 determines.
+
+Its errors are converted to those of :mod:`cloudckpt.errors`.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ class BucketAccess(Access):
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]
-    """Signs a digest in endpoint of the body, as botocore does not accept a list of buffers."""
+    """Signs requests by the digest of the body, as botocore does not accept a list of buffers."""
 
     def payload(self, request: AWSRequest) -> str:
         digest: str = request.context["digest"]
@@ -324,7 +325,7 @@ class Keys:
                 "no AWS credentials were found in the environment "
                 "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_WEB_IDENTITY_TOKEN_FILE), "
                 "in a profile of ~/.aws/config and ~/.aws/credentials (AWS_PROFILE), or from "
-                "the container's or instance's role",
+                "the container's or instance's role; set the variables, or run `aws configure`",
                 uri=uri,
                 certain=True,
             )

@@ -27,7 +27,7 @@ class S3Dialect:
             own hosts and must be named; Amazon's hosts come from botocore.
         verifies_checksums: Whether the store verifies a CRC32C sent with an object or a part.
         whole_checksums: Whether it also verifies a CRC32C of the whole object at the completion of
-            an upload. Otherwise it is sent those of the parts.
+            an upload. Otherwise the completion has the checksums of the parts.
         conditional_writes: Whether PutObject honours both If-None-Match and If-Match. None, and at
             hosts other than the vendor's: it is tested before the first commit.
         create_only: Whether completions and copies honour If-None-Match too. Only for stores with

@@ -206,7 +206,7 @@ class S3Store(XmlStore):
         return (upload for upload in uploads if upload.key.startswith(prefix))
 
     def _listable(self, prefix: str) -> str:
-        """Returns the prefix to ask for: up to the last slash where only such ones are allowed."""
+        """Returns the prefix to request: cut after its last slash if the store demands that."""
         return prefix if self._dialect.any_prefix else prefix[: prefix.rfind("/") + 1]
 
     def _pages(self, prefix: str, delimiter: str, retry: Retry) -> Iterator[Page]:
@@ -253,7 +253,7 @@ class S3Store(XmlStore):
         return self.exchange("GET", self.object_url(key), headers, key=key)
 
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
-        """Returns whether a retry may succeed; follows S3 to the bucket's region if it names it."""
+        """Returns whether a retry may succeed; switches to the region that a refusal names."""
         if not isinstance(refused, WrongRegionError):
             return super().recover(refused, signed)
         if signed is None or refused.region is None:
@@ -299,6 +299,6 @@ def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
 
 
 def _crc32c(made: Element) -> int | None:
-    """Returns a result's CRC32C; None if it is missing, or composite (of those of parts)."""
+    """Returns the CRC32C in a result; None if it is missing, or computed from those of parts."""
     checksum = text(made, "ChecksumCRC32C")
     return from_base64(checksum) if checksum and "-" not in checksum else None
