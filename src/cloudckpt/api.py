@@ -90,7 +90,7 @@ def save(
 
     When this returns, the checkpoint is committed and complete. If it raises, it raises on every
     rank: no new checkpoint is visible, an existing one is unchanged, and the data sent are deleted.
-    Only after a CommitUnknownError or a ProcessGroupError may the new checkpoint exist.
+    Only after a CommitUnknownError, a ProcessGroupError or an interrupt may the new one exist.
 
     Args:
         state_dict: The state dict; of ``Stateful`` values, their ``state_dict()`` is saved.

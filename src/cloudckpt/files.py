@@ -97,8 +97,10 @@ def save_file(
         InvalidURIError: If ``uri`` does not name a file.
         PreconditionFailedError: If the condition does not hold.
         CheckpointExistsError: If there is an object and ``overwrite`` is off.
-        ConfigError: If a condition is given, and the store is known or configured not to honour it.
+        ConfigError: If a condition is given, and the store is known or configured not to honour it;
+            or if both conditions are given.
         TypeError: If ``data`` is a string, or anything else not listed above.
+        OSError: If the local file can't be read.
         StoreError: If the store refuses the request or stays unreachable.
     """
     location, config = CheckpointURI.parse(uri), config_or_default(config)

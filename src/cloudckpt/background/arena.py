@@ -112,7 +112,7 @@ class Arena:
 
 
 class Memory:
-    """The memory of an arena that is in use; storages made from it keep it in use."""
+    """The memory of an arena, which is in use as long as this object or a storage in it exists."""
 
     def __init__(self, owner: ctypes.Array[ctypes.c_char]) -> None:
         self._owner = owner

@@ -330,7 +330,7 @@ class _Worker:
         return outcome
 
     def _receive(self, wanted: str, deadline: float | None = None) -> Any:
-        """Returns the next message of a type; handles logs and events that come before it."""
+        """Returns the content of the next message of a type; handles logs and events before it."""
         silent = 0.0
         while True:
             try:

@@ -73,7 +73,7 @@ class Save:
         is_staged_in_background: Whether ``staged`` may not be done when the call returns.
         copy: The copy, if cloudckpt's stager made it.
         made: The copy that a custom stager has made, or its future.
-        failure: The error because of which this rank can't take part.
+        failure: The error that keeps this rank from taking part in the save.
         is_reported: Whether no later call has to raise the failure of the save.
     """
 
@@ -112,7 +112,7 @@ class Save:
         return api.ToSave(self.writer, self.planner)
 
     def fail(self, error: BaseException) -> None:
-        """Notes the error because of which this rank can't take part."""
+        """Records the error that keeps this rank from taking part in the save."""
         self.failure = _as_ours(error, self.where)
         if not self.staged.done():
             self.staged.set_exception(self.failure)
@@ -255,7 +255,7 @@ class Save:
 
 
 def _as_ours(error: BaseException, where: str) -> CloudCheckpointError:
-    """Returns the error if it is one of cloudckpt's, else a StagingError that wraps it."""
+    """Returns an error of cloudckpt unchanged; for any other, a StagingError caused by it."""
     if isinstance(error, CloudCheckpointError):
         if error.uri is None and where:
             error.uri = where

@@ -458,7 +458,7 @@ class AsyncSaver:
             self._on_failure([failed.number], error)
 
     def wait(self) -> None:
-        """Waits for the save in progress, if this saver raises failures.
+        """Waits for the last save and raises its failure; returns at once if none is to be raised.
 
         Raises:
             CloudCheckpointError: The failure, if no call has raised it yet.

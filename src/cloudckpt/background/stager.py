@@ -74,7 +74,7 @@ class StagedState:
 
 
 class _Lease:
-    """The use of the arena, which ends once: when it is released, or when its last tensor is gone.
+    """A copy's use of the arena, which ends at its release, or when its last tensor is gone.
 
     A token is moved from the queue to the lease, or back, by one call into C, which an interrupt
     can't come in the middle of: the token is always in one of the two.

@@ -97,10 +97,11 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
         retrier: Retries transient failures of the test.
 
     Returns:
-        False only if the user has turned conditions off.
+        True; or False if the user has turned conditions off.
 
     Raises:
-        ConfigError: If the store ignores conditions and the user has not accepted that.
+        ConfigError: If the store ignores or refuses conditions, and ``setting`` is ``auto``.
+        StoreError: If the test fails.
     """
     if setting == "off":
         logger.warning(
@@ -314,7 +315,7 @@ def no_longer_needed(
 
 
 def _elsewhere(uri: CheckpointURI, record: WrittenObject, what: str) -> DifferentCheckpointsError:
-    """Returns the error for an object that its rank has uploaded, but the coordinator does not see.
+    """Returns the error for an object that a rank has uploaded, but the coordinator does not see.
 
     The same URI may lead ranks to different stores: another AWS_ENDPOINT_URL on one node, or a
     local path on the disks of two nodes. Each upload then succeeds, and no store would have the

@@ -230,7 +230,7 @@ def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
         if bool((of_rank < 0).any()):
             raise IncompleteSaveError(
                 f"rank {rank} wrote an item that is not in the planner's metadata; nothing was "
-                "committed",
+                "committed: check the planner",
                 uri=uri,
             )
         is_written[of_rank] = True
@@ -242,7 +242,7 @@ def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
             part = f" (offsets {offsets.tolist()})"
         raise IncompleteSaveError(
             f"{name}{part} was planned, but no rank wrote it, or it was planned twice; nothing "
-            "was committed",
+            "was committed: check the planner",
             uri=uri,
             item=name,
         )

@@ -97,7 +97,7 @@ class Extents:
 
     @property
     def all_columns(self) -> tuple[torch.Tensor, ...]:
-        """The columns of the locations, and those of the digests if rows have them."""
+        """The columns of the locations and, if the rows have digests, of the digests."""
         if self.high is None or self.low is None:
             return self.columns
         return (*self.columns, self.high, self.low)

@@ -381,11 +381,11 @@ def protected(
 
 
 def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> CommitObject | None:
-    """Reads the current commit object of a checkpoint; returns None if it has none.
+    """Reads the commit object of a checkpoint; returns None if the checkpoint is not committed.
 
     Raises:
-        CloudCheckpointError: If the commit object can't be read, so that it is unknown what it
-            needs.
+        CloudCheckpointError: If the commit object can't be read, so that the objects that the
+            checkpoint needs are unknown.
     """
     key = uri.key(METADATA)
     look = functools.partial(retrier.call, functools.partial(fetch, store, key))

@@ -38,7 +38,7 @@ _logged: set[Path] = set()  # of keys that can't be restored, in any state dict 
 
 @dataclass(frozen=True)
 class Structure:
-    """The difference between a state dict and what torch's paths express.
+    """The original keys and the empty dicts of a state dict, which torch's paths do not express.
 
     Attributes:
         keys: The key of a dict entry, by its path, if it is not the string in the path.
@@ -149,11 +149,12 @@ class _Branch(dict["str | int", Any]):
         self.true: dict[str | int, Key] = {}
 
     def inner(self, path: Path, made: list[Any] | None = None) -> _Branch | None:
-        """Returns the branch at a path; None if there is a value, or no branch and no ``made``.
+        """Returns the container at a path; None if a value is in the way, or no container exists.
 
         Args:
-            path: The path from here.
-            made: Missing branches are added to the tree, and to this list with parent and element.
+            path: The path, relative to this container.
+            made: If given, missing containers are made, and added to this list with their parents
+                and path elements.
         """
         branch = self
         for element in path:
@@ -267,7 +268,7 @@ class Flat:
             self.values[name], self.paths[name] = value, path
 
     def _element(self, path: Path, key: Any, mapping: Mapping[Any, Any]) -> str:
-        """Records a key that is not a plain string; returns its string."""
+        """Records a dict key that is not a plain string; returns the string that stands for it."""
         element = str(key)
         at = (*path, element)
         if at in self.keys or (element in mapping and key != element):

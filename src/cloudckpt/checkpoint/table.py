@@ -102,7 +102,7 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Names and chunks of what one rank, or all ranks, write.
+    """The names of the items that one rank, or all ranks, write, and the chunks of tensors.
 
     Rows are the chunks of tensors and the values, in the order of the names.
 

@@ -53,7 +53,7 @@ def metadata_pickle(record: Record) -> bytes:
 
 
 def _state_of(properties: TensorProperties) -> tuple[Any, ...]:
-    """Returns how to pickle properties without strides, which torch before 2.15 can't read."""
+    """Returns a tensor's properties for pickling, without strides: torch 2.14 can't read those."""
     state = (
         *(properties.dtype, properties.layout, properties.requires_grad),
         *(MemoryFormat.TORCH_CONTIGUOUS_FORMAT, properties.pin_memory),

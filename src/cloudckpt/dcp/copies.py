@@ -155,7 +155,7 @@ class Digests:
         self._meshes: dict[int, frozenset[int]] = {}
 
     def add(self, item: WriteItem, data: Any) -> None:
-        """Makes the digest of an item of which the planner has returned the data."""
+        """Makes the digest of an item from ``data``, which the planner has returned for it."""
         if self._left.pop(item.index, None) is not None:
             self._add(item, _value(item, self.planner, lambda: data))
 

@@ -92,14 +92,14 @@ class RankStatus(NamedTuple):
     """The status that a rank reports in a meeting.
 
     Attributes:
-        failure: The error because of which it can't begin.
-        earlier: The number of the earlier save in which ``failure`` happened; None if in none.
+        failure: The error that keeps the rank from beginning; None if it can begin.
+        earlier: The number of the earlier save that failed with ``failure``; None if this call did.
         location: The location of the save or load, which must be the same on all ranks; empty if it
             may differ.
         options: Other settings that must be the same on all ranks, as text.
         is_busy: Whether one of its saves is in progress.
         is_stuck: Whether that save makes no progress because the store fails or does not answer.
-        plan: The number of its plan for the save, or one of the two constants above.
+        plan: The number of its plan for the save, ``PLAN_ANEW`` or ``PLAN_EACH_TIME``.
         version: The version of this package, which must be the same on all ranks.
     """
 

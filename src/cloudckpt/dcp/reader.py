@@ -128,6 +128,7 @@ class CloudStorageReader(OurReader):
 
         Raises:
             InvalidURIError: If ``checkpoint_id`` is not a valid location.
+            ConfigError: If ``config`` is not a Config, or a variable in the environment is invalid.
         """
         super().__init__()
         self.uri = CheckpointURI.parse(checkpoint_id)
@@ -199,10 +200,12 @@ class CloudStorageReader(OurReader):
 
         Raises:
             CheckpointNotFoundError: If the store says that no committed checkpoint exists.
-            CheckpointError: If torch has saved there with each rank on its own.
+            CheckpointError: If torch has saved there with each rank on its own, or the metadata
+                can't be read for another reason.
             UntrustedPickleError: If the metadata name code that is not on the allow-list.
             CheckpointCorruptError: If the commit object is damaged.
             CheckpointReplacedError: If it was replaced during each of several attempts to read it.
+            StoreError: If the store refuses or stays unreachable.
         """
         # torch's loader passes on a failure only as text, and then asks for the metadata of its
         # rank; an error of set_up_storage_reader reaches every rank unchanged
@@ -407,6 +410,8 @@ class CloudStorageReader(OurReader):
         Raises:
             CheckpointReplacedError: If another save replaced the checkpoint meanwhile.
             CheckpointCorruptError: If bytes are missing or damaged.
+            UntrustedPickleError: If a value needs code that is not on the allow-list.
+            StoreError: If the store refuses or stays unreachable.
         """
         with self.begun(planner) as load:
             load.prepare(plan)

@@ -127,7 +127,7 @@ class SaveLoop:
         """Saves and commits; raises errors as torch's saver does.
 
         Args:
-            agreed: The number of the plan that all ranks have, or one of the two constants.
+            agreed: The number of the plan that all ranks have, see :attr:`Consensus.plan`.
 
         Returns:
             The metadata of the checkpoint.

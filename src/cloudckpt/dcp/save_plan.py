@@ -313,13 +313,13 @@ _lock = module_lock()
 
 
 def find(key: PlanKey) -> KnownPlan | None:
-    """Returns the kept plan for a key; None if there is none."""
+    """Returns the plan that is kept for a key; None if no plan is."""
     with _lock:
         return next((plan for plan in _plans if plan.key == key), None)
 
 
 def drop(plan: KnownPlan) -> None:
-    """Drops a kept plan when a save by it begins; the save keeps it again once it has committed.
+    """Drops a kept plan; a save that uses the plan keeps it again once the save has committed.
 
     A failed save leaves no kept plan, since ranks may have seen different outcomes.
     """

@@ -78,7 +78,7 @@ class Contents:
         self._numbers: dict[int, int] = {}
 
     def known(self, item: int, digest: Digest) -> Place | None:
-        """Records an item's digest; returns the item's location in the base, or None.
+        """Records an item's digest; returns the item's location in the base, if it has the item.
 
         The object's number is -1 for the first of :attr:`references`, -2 for the next, and so on.
         """
@@ -98,7 +98,7 @@ class Contents:
         """Returns the locations of all items, with their digests.
 
         Args:
-            places: The locations that :meth:`known` and the layout have returned.
+            places: The locations: from :meth:`known` for items in the base, else from the layout.
             own: How many objects this rank itself writes; they are numbered first.
         """
         objects = torch.where(places.objects < 0, own - 1 - places.objects, places.objects)
@@ -275,8 +275,8 @@ class StateLayout:
     ) -> tuple[int, ...] | None:
         """Returns the checksums that an item's bytes must have when they are sent.
 
-        There are none if the save is not incremental, or if nobody else can change the bytes. If
-        the base has the item, notes its place there, and returns None.
+        Returns ``()`` if the save is not incremental, or if no other code can change the bytes. If
+        the base has the item, records the item's location there, and returns None.
         """
         if self._contents is None:
             return ()
@@ -345,8 +345,8 @@ class StateLayout:
         # cached plans ignore types
         if item.tensor_data is not None and tensor.shape != item.tensor_data.chunk.sizes:
             raise ShapeMismatchError(
-                f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}, but the "
-                f"planner's resolve_data returned a tensor of shape {tuple(tensor.shape)}",
+                f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}: make the "
+                f"planner's resolve_data return that shape, not {tuple(tensor.shape)}",
                 item=fqn,
             )
         is_opaque = travels_as_bytes(tensor)

@@ -187,7 +187,8 @@ class CloudStorageWriter(OurWriter):
                 ``save`` sends everything; :func:`cloudckpt.save` does not.
 
         Raises:
-            ConfigError: If the notes can't be stored, or an argument has the wrong type.
+            ConfigError: If the notes can't be stored, an argument has the wrong type, or a variable
+                in the environment is invalid.
             InvalidURIError: If ``checkpoint_id`` is not a valid checkpoint location.
         """
         super().__init__()
@@ -526,8 +527,8 @@ class CloudStorageWriter(OurWriter):
     def look_whether_committed(self) -> bool | None:
         """Returns whether this save is committed; None if this is unknown or may still change.
 
-        It is for a rank that has lost the others. If the commit object names objects that this rank
-        has written, it is that of this save: no other save has drawn the same names.
+        A rank calls this if it has lost the others. A commit object that names objects of this rank
+        belongs to this save: no other save has drawn the same names.
         """
         if self.committed is None and self._written:
             store, key = self._store(), self.uri.key(METADATA)
@@ -557,8 +558,8 @@ class CloudStorageWriter(OurWriter):
 def committing(writer: OurWriter) -> Iterator[None]:
     """Turns errors of the commit step into CommitUnknownError if the commit may have taken place.
 
-    After that error no rank deletes anything. Errors of writers derived from ours are included; an
-    interrupt has the same effect already.
+    After that error no rank deletes anything. Errors of writers derived from ours are included. An
+    interrupt is raised unchanged if the other ranks can receive it: it also keeps the data.
 
     Raises:
         CommitUnknownError: Instead of an error that leaves the outcome open.

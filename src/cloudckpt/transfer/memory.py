@@ -105,7 +105,7 @@ def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the start and end of the bytes of its storage that a nonempty tensor covers."""
+    """Returns the first byte, and the one after the last, of a nonempty tensor in its storage."""
     itemsize = tensor.itemsize
     first = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():  # the usual case, and small tensors may be many

@@ -105,7 +105,7 @@ class MemoryPool:
         return Lease(self, memory, view)
 
     def _fitting(self, nbytes: int) -> tuple[Any, memoryview] | None:
-        """Removes and returns the smallest free block of this size at least; else makes room."""
+        """Takes the smallest free block of at least this size; else frees blocks, returns None."""
         at = min(
             (n for n, (_, view) in enumerate(self._free) if view.nbytes >= nbytes),
             key=lambda n: self._free[n][1].nbytes,

@@ -108,7 +108,7 @@ class Retrier:
                     self._cancellation.wait(pause)
 
     def wait_for(self, look: Callable[[], T | None]) -> T | None:
-        """Calls `look` until it returns something; returns that, or None after the deadline.
+        """Calls `look` until its result is not None; returns the result, None after the deadline.
 
         ``attempts`` limits the tries of a request, and not these looks, none of which has failed.
         """

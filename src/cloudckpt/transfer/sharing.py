@@ -131,7 +131,7 @@ def shared_requests(segments: Sequence[Segment], ranks: int) -> list[list[Segmen
 
 
 class Ring(ABC):
-    """The ranks of a share, from the view of one of them."""
+    """The ranks that need the same requests, in a ring, as one of them sees it."""
 
     size: int
     """The number of ranks."""
@@ -255,7 +255,7 @@ class _Allgather:
         self._submit(fetched.fetch)
 
     def _submit(self, task: Callable[[], None]) -> bool:
-        """Runs a task on a thread of the download; returns False, and fails, if it can't."""
+        """Queues a task on the download's threads; on an error, fails it and returns False."""
         try:
             self._download.submit(task)
         except Exception as error:  # noqa: BLE001 - the download raises it, if it is the first

@@ -1,4 +1,4 @@
-"""A memory pool of tensors, through which strided tensors and those of accelerators pass."""
+"""A memory pool through which strided tensors, and tensors on accelerators, are copied."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ def _abort_all(
 
 
 def clear_away(store: ObjectStore, keys: Sequence[str], policy: RetryPolicy) -> None:
-    """Removes what a dead process has left of objects; errors are logged, not raised.
+    """Removes objects and uploads that a dead process has left; errors are logged, not raised.
 
     Args:
         store: The store.
