@@ -87,9 +87,11 @@ class CloudCheckpointWriter(CheckpointWriter):
 
         Raises:
             InvalidURIError: If ``path`` is not a valid location.
+            CheckpointExistsError: If the rank's file exists, and ``overwrite`` is off.
             CheckpointError: If ``torch.save`` can't write the state.
             StoreError: If the store refuses or stays unreachable. As with any failure before the
-                hooks, nothing changes at the location.
+                hooks, nothing changes at the location, unless the answer to the last request was
+                lost.
         """
         uri = _object_of(path, self._rank_info)
         rank = self._rank_info.global_rank

@@ -118,9 +118,10 @@ def dcp_to_torch_save(
     """Converts a DCP checkpoint into one file of ``torch.save``.
 
     The file appears, or replaces an existing one, when it is complete; if the conversion fails,
-    nothing changes at ``target``. This takes memory for one copy of the state, and
-    ``memory_budget`` bytes (64 MiB by default; for files above 100 GiB in a cloud store, 1/1500 of
-    the file if that is more). Call it on one rank: it takes no part in collectives.
+    nothing changes at ``target``, unless the answer to the last request was lost. This takes memory
+    for one copy of the state, and ``memory_budget`` bytes (64 MiB by default; for files above 100
+    GiB in a cloud store, 1/1500 of the file if that is more). Call it on one rank: it takes no part
+    in collectives.
 
     Args:
         source: The checkpoint, of cloudckpt or of torch.

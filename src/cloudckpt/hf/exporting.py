@@ -149,7 +149,7 @@ def export_checkpoint(
             build(sizes, lambda uploads: _copied(files, uploads, origin, store, config, stats))
         except InvalidRequestError as error:  # some servers need equal parts, or can't copy ranges
             logger.warning(
-                "the store can't copy this by itself, so the bytes pass through this machine: %s",
+                "the store refused to copy bytes itself, so they pass through this machine: %s",
                 error,
             )
             send()

@@ -89,12 +89,14 @@ def load(
         The names that were loaded, missing, unexpected, or converted.
 
     Raises:
+        InvalidURIError: If ``uri`` is not a valid location.
         CheckpointNotFoundError: If there is no model at ``uri``.
         MissingKeyError: If the model lacks a key of the state dict, and ``strict`` is on.
         ShapeMismatchError: If a shape differs.
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
         CheckpointCorruptError: If files are missing, truncated, or violate the format.
         CheckpointReplacedError: If the model was replaced meanwhile, again and again.
+        StoreError: If the store refuses or stays unreachable.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
     """

@@ -87,6 +87,7 @@ def save(
         config: Options.
 
     Raises:
+        InvalidURIError: If ``uri`` is not a valid location, or that of a single file.
         CheckpointExistsError: If the folder has a model, and ``overwrite`` is off.
         CheckpointConflictError: If another writer has written to the folder meanwhile.
         ConfigError: If ``uri`` is the folder of a run, which can't be a model, too.

@@ -237,7 +237,7 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
     if saved != len(objects):
         raise MissingKeyError(
             f"{saved} objects were registered when the checkpoint was saved, but {len(objects)} "
-            "are registered now: register the same",
+            "are registered now: register the same objects",
             uri=uri,
         )
     loaded = load_accelerator_state(

@@ -56,7 +56,8 @@ def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
         config: Options of the file system; None for those given to ``install``.
 
     Raises:
-        InvalidURIError: If ``uri`` is not in a cloud: pass the path to Ray instead.
+        InvalidURIError: If ``uri`` is not a valid location, or not in a cloud: then pass the path
+            to Ray instead.
     """
     location = CheckpointURI.parse(uri)
     if not location.is_cloud:
@@ -87,6 +88,7 @@ def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
             with ``checkpoint_upload_mode=CheckpointUploadMode.ASYNC``, and fails if the save does.
 
     Raises:
+        InvalidURIError: If ``uri`` is not a valid location.
         ConfigError: If ``uri`` is not beneath :func:`run_uri`: Ray could not delete it.
     """
     location, run = str(CheckpointURI.parse(uri)), run_uri()
@@ -131,7 +133,11 @@ def checkpoint_upload_fn(reported: Any, name: str) -> Any:
 
 
 def uri_of(found: Any) -> str:
-    """Returns the URI of one of Ray's checkpoints, such as ``ray.train.get_checkpoint()``."""
+    """Returns the URI of one of Ray's checkpoints, such as ``ray.train.get_checkpoint()``.
+
+    Raises:
+        ConfigError: If the checkpoint is neither in a cloud nor on a mounted disk.
+    """
     return _uri(found.filesystem, found.path)
 
 

@@ -322,7 +322,7 @@ class _Adoption:
 
     def _of_another_job(self) -> IncompleteSaveError:
         return self._incomplete(
-            "another job has claimed the run since, and its steps are kept as they are"
+            "another job has claimed the run since, and only its steps can be committed now"
         )
 
     def _incomplete(self, why: str) -> IncompleteSaveError:

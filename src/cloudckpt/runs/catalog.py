@@ -92,7 +92,7 @@ def list_checkpoints(
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
-        ConfigError: If ``step_name`` is not a valid pattern.
+        ConfigError: If ``step_name`` is not a valid pattern, or ``run`` is a checkpoint.
         StoreError: If the store refuses or stays unreachable.
     """
     return Run(run, step_name=step_name, config=config).summaries()

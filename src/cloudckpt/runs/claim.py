@@ -345,9 +345,9 @@ class OwnLine(CommitHook):
         steps = reversed(self.run.steps())
         if (newest := next(filter(self.run.is_committed, steps), None)) is not None:
             logger.warning(
-                "%s has steps up to %d, and restore() was not called: this job starts a new "
-                "line of steps, which the next job will restore. Existing steps are not "
-                "replaced without force=True",
+                "%s has steps up to %d, and restore() was not called: this job begins a new "
+                "training, which the next job will restore. Existing steps are not replaced "
+                "without force=True",
                 self.run.root,
                 newest,
             )

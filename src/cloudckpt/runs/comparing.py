@@ -89,6 +89,7 @@ def diff(
         config: Options.
 
     Raises:
+        InvalidURIError: If ``first`` or ``second`` is not a valid location.
         CheckpointNotFoundError: If either location has no committed checkpoint.
         CheckpointCorruptError: If metadata is damaged.
         StoreError: If a store refuses or stays unreachable.

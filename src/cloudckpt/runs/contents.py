@@ -100,6 +100,7 @@ def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents
         config: Options.
 
     Raises:
+        InvalidURIError: If ``uri`` is not a valid location.
         CheckpointNotFoundError: If the location has no committed checkpoint.
         CheckpointCorruptError: If the metadata is damaged.
         StoreError: If the store refuses or stays unreachable.

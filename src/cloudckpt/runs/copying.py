@@ -226,6 +226,7 @@ def detach(
         How much was copied; ``already_there`` is 1 if the checkpoint refers to no other checkpoint.
 
     Raises:
+        InvalidURIError: If ``checkpoint_id`` is not a valid location.
         CheckpointNotFoundError: If the location has no committed checkpoint.
         CheckpointCorruptError: If the shared bytes are damaged; the checkpoint stays unchanged.
         CheckpointConflictError: If another writer has replaced the checkpoint meanwhile.

@@ -227,6 +227,8 @@ class CheckpointManager(ClosedAtExit):
 
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
+            CheckpointCorruptError: If its metadata is damaged.
+            StoreError: If the store refuses or stays unreachable.
         """
         return dict(self._meeting.broadcast_from_first(lambda: self._run.notes(step).metrics))
 
@@ -236,6 +238,8 @@ class CheckpointManager(ClosedAtExit):
 
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
+            CheckpointCorruptError: If its metadata is damaged.
+            StoreError: If the store refuses or stays unreachable.
         """
         return dict(self._meeting.broadcast_from_first(lambda: self._run.notes(step).user))
 

@@ -86,7 +86,7 @@ def find_leftovers(
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
-        StoreError: If the store refuses or stays unreachable.
+        StoreError: If the store refuses, stays unreachable, or reports no times.
     """
     return _Sweep(run, older_than, config).leftovers()
 
@@ -115,7 +115,8 @@ def sweep(
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
-        StoreError: If a leftover can't be deleted; the other ones are deleted all the same.
+        StoreError: If the store refuses, stays unreachable, or reports no times; then nothing is
+            deleted. Or if a leftover can't be deleted; the other ones are deleted all the same.
     """
     leftovers = _Sweep(run, older_than, config)
     leftovers.delete(only)

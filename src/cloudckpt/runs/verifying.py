@@ -69,6 +69,7 @@ def verify(
             read in all, envelopes included, from any thread.
 
     Raises:
+        InvalidURIError: If ``uri`` is not a valid location.
         CheckpointNotFoundError: If the location has no committed checkpoint.
         CheckpointCorruptError: If any bytes are missing or differ from what was written; its
             ``damages`` list all damage.

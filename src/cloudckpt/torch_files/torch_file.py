@@ -78,8 +78,9 @@ def write_torch_file(
     """Writes a value with ``torch.save`` to a location, atomically and in parallel parts.
 
     The file appears, or replaces the existing file, when it is complete; after an error nothing has
-    changed at the location. It uses at most ``memory_budget`` bytes besides ``value``; storages of
-    accelerators are copied to host memory one at a time.
+    changed at the location, unless the answer to the last request was lost. It uses at most
+    ``memory_budget`` bytes besides ``value``; storages of accelerators are copied to host memory
+    one at a time.
 
     Args:
         value: The value to write.
@@ -91,6 +92,8 @@ def write_torch_file(
         The bytes and requests that were sent.
 
     Raises:
+        InvalidURIError: If the location can't be that of a ``torch.save`` file.
+        CheckpointExistsError: If the file exists, and ``overwrite`` is off.
         CheckpointError: If ``torch.save`` can't write ``value``.
         StoreError: If the store refuses or stays unreachable.
     """
@@ -140,6 +143,8 @@ def load_torch_file(
         CheckpointError: If a device that ``map_location`` or the file names does not exist, or if
             the file is damaged and ``map_location`` is not "cpu".
         CheckpointReplacedError: If the file was replaced or deleted meanwhile.
+        InvalidURIError: If the location can't be that of a file.
+        StoreError: If the store refuses or stays unreachable.
         UntrustedPickleError: If the pickle needs code that is not on torch's allow-list.
     """
     store, key = object_at(uri, config)

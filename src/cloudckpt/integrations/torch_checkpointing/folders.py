@@ -208,7 +208,8 @@ class FileFolders(VisibleFiles):
 
         Raises:
             FileNotFoundError: If this job has written no file into the source.
-            FileExistsError: If the target exists: both stay unchanged.
+            FileExistsError: If the target exists, or another program has written a file into the
+                source; both stay unchanged.
             ConfigError: If an object of the files is not beneath the target.
             CheckpointCorruptError: If an object of the files is missing.
             IncompleteSaveError: If the first file was written too long ago.
