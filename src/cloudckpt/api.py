@@ -118,8 +118,8 @@ def save(
             is deleted then.
         CloudCheckpointError: The cause, if all ranks that failed did so for the same reason.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
-        ProcessGroupError: If a rank died or the ranks lost each other; ``committed`` is what is
-            known of the commit, and nothing that may be needed is deleted.
+        ProcessGroupError: If a rank died or the ranks lost each other; its ``committed`` says
+            whether the save is committed, if known, and no data that may be needed are deleted.
     """
 
     def prepare() -> ToSave:

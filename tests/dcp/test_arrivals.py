@@ -90,7 +90,7 @@ def test_a_rank_that_waits_says_which_ranks_have_not_come(ranks, tmp_path, name)
     first, *others = ranks(3, _call, name, tmp_path, (1, 2))
     assert others == [[], []]
     assert first
-    assert first[0].startswith(f"{name} has waited on rank 0 for ")
+    assert first[0].startswith(f"{name}: rank 0 has waited for ")
     assert "ranks 1-2 have not called it" in first[0]
     assert "`if rank == 0:`" in first[0]
 
@@ -117,13 +117,13 @@ def _make_checkpointer(folder):
 def test_a_rank_that_makes_a_checkpointer_alone_says_which_has_not_come(ranks, tmp_path):
     first, late = ranks(2, _make_checkpointer, tmp_path)
     assert late == []
-    assert first[0].startswith("AsyncCheckpointer() has waited on rank 0 for ")
+    assert first[0].startswith("AsyncCheckpointer(): rank 0 has waited for ")
 
 
 def test_ranks_of_a_group_are_named_as_in_the_job(ranks, tmp_path):
     outside, first, late = ranks(3, _call, "cloudckpt.save", tmp_path, (2,), (1, 2))
     assert outside == late == []
-    assert "on rank 1 for" in first[0]
+    assert "rank 1 has waited for" in first[0]
     assert "rank 2 has not called it" in first[0]
 
 

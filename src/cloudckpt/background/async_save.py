@@ -52,10 +52,10 @@ def async_save(
 
     The memory of the copy, and the saving process if one is used, are kept for the next call with
     the same group, type of checkpointer and options, until :func:`close_async_savers` or the end of
-    the interpreter, which waits for saves in progress. They are released by a call for the same
-    group with another type or options; those of a destroyed group are released by the first call
-    with another group. If a save in progress uses them, a later call releases them. The first call
-    for a group, type and options is collective.
+    the interpreter, which waits for saves in progress. A call for the same group with another type
+    or options releases them; the first call with another group releases those of destroyed groups.
+    If a save in progress uses them, a later call releases them. The first call for a group, type
+    and options is collective.
 
     The future reports background failures, on every rank. A staged copy that is still being read is
     never overwritten by the next save: see :class:`~cloudckpt.config.BackgroundOptions` for what
@@ -84,6 +84,7 @@ def async_save(
         ConfigError: If the arguments do not fit together, or differ between ranks.
         CloudCheckpointError: If a rank can't begin for another reason; on all ranks.
         SaveProcessError: If the saving process can't be started.
+        AsyncSaveError: If no thread can be started, as the interpreter is ending.
     """
 
     def prepare() -> tuple[OurWriter, BackgroundOptions]:

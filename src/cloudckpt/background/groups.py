@@ -69,8 +69,8 @@ def open_group(
         have_met: Whether the ranks come straight from a meeting, so that all have arrived.
 
     Raises:
-        ConfigError: If this rank is not one of them.
-        ProcessGroupError: If the ranks do not meet.
+        ConfigError: If this rank is not in the group.
+        ProcessGroupError: If not all ranks have arrived and connected in time.
     """
     world = dist.group.WORLD
     group = parent if parent is not None else world
@@ -156,7 +156,7 @@ def _agree(
     A saver may be closed on one rank while another still uses it, or believes it broken.
 
     Returns:
-        The name of a group that is free on all ranks, empty if there is none; and the maximum
+        The name of a group that is free on all ranks, empty without such a group; and the maximum
         number of groups that a rank is in.
     """
     rank, size, store = group.rank(), group.size(), group.get_group_store()

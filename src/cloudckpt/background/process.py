@@ -405,7 +405,7 @@ class _Worker:
     def end(self, timeout: float, why: str) -> None:
         """Ends the process: by request within ``timeout`` seconds, else by force.
 
-        Both the thread that closes the saver and that of a failing save may call it.
+        The thread that closes the saver and the thread of a failing save may both call it.
 
         Args:
             timeout: Seconds.

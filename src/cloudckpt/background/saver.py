@@ -216,7 +216,7 @@ class AsyncSaver:
         save: Save,
         stager: AsyncStager | None,
     ) -> None:
-        """Copies the state dict, and queues the save: if the copy failed, so do the other ranks."""
+        """Copies the state dict, and queues the save even if that failed: all ranks then fail."""
         raised: BaseException | None = None
         unsubscribe = subscribe(save.listen, progress=False)
         try:

@@ -170,9 +170,9 @@ def commit(
     A try certainly failed only if the store itself says so (:class:`StoreError`). The outcome of
     any other failure is unknown: a gateway may answer 503 although the request is carried out
     seconds later, after a HEAD request has seen no commit object. After such a try, this returns
-    only if the commit object is that of this save, and reports a conflict only if another writer's
-    proves that this one can't appear any more. In all other cases the data must be kept. Each write
-    gives the commit object a random name, which tells them apart; one without a name proves
+    only if the commit object belongs to this save, and reports a conflict only if another writer's
+    proves that this save's can't appear any more. In all other cases the data must be kept. Each
+    write gives the commit object a random name, which tells them apart; one without a name proves
     nothing, as some stores keep no metadata.
 
     Raises:

@@ -134,7 +134,7 @@ class _Zip:
 
 
 def _zip64(nbytes: int, start: int) -> bytes:
-    """Returns the zip64 extra field with the numbers above 32 bits; empty if there are none."""
+    """Returns the zip64 extra field with the numbers above 32 bits; empty if all are smaller."""
     numbers = [nbytes, nbytes] if nbytes >= _MAX32 else []
     if start >= _MAX32:
         numbers.append(start)

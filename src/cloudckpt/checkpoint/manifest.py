@@ -75,8 +75,7 @@ class Planned:
         Raises:
             IncompleteSaveError: If no rank writes an item that the metadata promise, or a rank
                 writes an item that they do not list.
-            UnsupportedValueError: If the metadata have other classes than those of torch's
-                planners.
+            UnsupportedValueError: If the metadata have classes that torch's planners do not make.
         """
         try:
             with paused_gc():

@@ -46,8 +46,8 @@ class Pending:
         notes: The notes for the checkpoint.
         copies: A digest by which ranks that hold copies of the same values are compared.
         references: The objects of other checkpoints that hold some of the items.
-        held: The folders of the checkpoints that carry a mark of the save, if this rank is the
-            coordinator.
+        held: The folders of the checkpoints in which the save has put a mark, which keeps their
+            objects (:mod:`~cloudckpt.checkpoint.references`), if this rank is the coordinator.
         sent: Bytes sent so far.
         objects: The objects in the store, the rank's own before those of other checkpoints; None
             until the store has all of them.

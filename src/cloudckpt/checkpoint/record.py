@@ -126,7 +126,7 @@ class Record:
     Attributes:
         table: The names and chunks of the rows; None in a report for a plan that is known.
         extents: The locations of the rows; empty in a plan.
-        objects: The data objects: those of the save, then those of earlier saves that it refers to.
+        objects: The data objects: the save's own, then objects of earlier saves that it refers to.
         checksum: The algorithm of all checksums.
         structure: The nesting of the state dict that torch's paths do not express.
         attempt: The random name of the save; empty until it is committed.

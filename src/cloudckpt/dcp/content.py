@@ -123,7 +123,7 @@ class Content:
         }
 
     def _saved(self, value: Any, path: Path) -> Any:
-        """Returns what is saved for a value: itself, unless it or its entries are replaced."""
+        """Returns the value to save for ``value``: the same, unless it or an entry is replaced."""
         if type(value) in _LEAVES:
             return value
         if isinstance(value, PerRank):
@@ -159,8 +159,8 @@ class Content:
         """Returns :attr:`state`, if the planner can save it.
 
         Raises:
-            ConfigError: If it has ``per_rank`` values, and the planner does not flatten the state
-                dict.
+            ConfigError: If the state has ``per_rank`` values, and the planner does not flatten the
+                state dict.
         """
         if self._own and not getattr(planner, "flatten_state_dict", True):
             raise ConfigError("per_rank values need a planner with flatten_state_dict=True")

@@ -116,10 +116,10 @@ class _TracebackError(Exception):
 def release_frames(error: BaseException, *, apart_from: BaseException | None = None) -> None:
     """Drops the tracebacks of an error's chain, and keeps its first foreign cause as text.
 
-    A foreign cause is an error from outside cloudckpt. Otherwise keeping the error would keep the
-    staged copy, and printing it would say the same several times. ``traceback.clear_frames`` is not
-    enough: it leaves what closures hold, and the calling frames. The whole chain is logged at level
-    DEBUG.
+    A foreign cause is an error from outside cloudckpt. With its tracebacks an error that is kept
+    would keep the staged copy, and printing it would repeat the same text.
+    ``traceback.clear_frames`` is not enough: it leaves what closures hold, and the calling frames.
+    The whole chain is logged at level DEBUG.
 
     Args:
         error: The error; its causes, and errors that torch has gathered in it, are included.

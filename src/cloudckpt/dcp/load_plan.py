@@ -186,8 +186,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
     def put(self, read_item: ReadItem, value: Any) -> None:
         """Stores a loaded value in the state dict.
 
-        The value was perhaps read for missing keys that a container of this name would have; then
-        only a container is stored.
+        A value that was read in place of missing keys, which a container of its name would have, is
+        stored only if it is a container.
 
         Raises:
             MissingKeyError: If keys are missing because the value is not a container.

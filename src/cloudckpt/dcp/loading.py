@@ -261,7 +261,7 @@ class Load:
                     self._want_pickled_tensor(item, place)
 
     def segments(self) -> list[Segment]:
-        """Returns the reads that ranks may fetch for each other: those of the first round."""
+        """Returns the reads that ranks may fetch for each other: all of the first round."""
         return segments_for(self._wanted[0], self.config)
 
     def run(self, shared: SharedReads | None = None) -> None:

@@ -547,7 +547,7 @@ class _Wait:
                 missing = sorted(rank for rank in ranks if not store.check([present[rank]]))
                 if missing and not self.over.is_set():
                     logger.warning(
-                        "%s has waited on rank %d for %.0f s, because %s not called it. All ranks "
+                        "%s: rank %d has waited for %.0f s, because %s not called it. All ranks "
                         "of the process group must call it; is the call inside an `if rank == "
                         "0:`? It continues when they call it, and fails at the group's time limit",
                         self._call,

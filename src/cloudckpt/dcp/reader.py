@@ -79,7 +79,7 @@ class Model(Protocol):
 
 
 def _model_at(store: ObjectStore, uri: CheckpointURI, config: Config) -> Model | None:
-    """Returns the model in safetensors files at a location; None if there is none."""
+    """Returns the model in safetensors files at a location; None if no such files are there."""
     with late_imports:  # by its name, as `hf` is built on this package
         loading = import_module("cloudckpt.hf.loading")
     model: Model | None = loading.ModelFolder.find(store, uri, config)

@@ -61,8 +61,8 @@ class LoadReport:
             another element type, or from other chunks, such as of a tensor that is sharded
             differently.
         left_alone: The names that keep their values although the checkpoint has an entry, and why.
-        optimizer: The saved optimizer state for which the state dict has no entry, such as that of
-            parameters that are frozen now, or of an optimizer that has made no step.
+        optimizer: The names of saved optimizer state for which the state dict has no entry, such as
+            state of parameters that are frozen now, or of an optimizer that has made no step.
         doubtful: The names that were loaded, but that torch's own functions change when the state
             dict is passed on to an optimizer, and how: state of integers, and empty groups.
     """

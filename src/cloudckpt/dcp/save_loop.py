@@ -113,8 +113,8 @@ class SaveLoop:
     def status(self) -> RankStatus:
         """This rank's plan, and the properties that all ranks must share to save together.
 
-        Everything else may differ: the coordinator's options determine what is committed and on
-        which condition, each rank's options how it sends its own objects.
+        Other options may differ: the coordinator's determine the contents and the condition of the
+        commit, each rank's determine how it sends its own objects.
         """
         planner, writer = self._planner, self.writer
         keeps_plans = isinstance(planner, DefaultSavePlanner) and bool(planner._enable_plan_caching)

@@ -127,7 +127,7 @@ class CloudSavePlanner(DefaultSavePlanner):
 
 
 def lost_by_flattening(state_dict: dict[str, Any], planner: object, uri: str) -> Structure:
-    """Returns the nesting that flattening has lost of a state dict, as far as it is known.
+    """Returns the keys and empty dicts that the planner's flattening of a state dict has lost.
 
     The planner's paths are compared with the state dict. For planners that do not derive from
     torch's, and ones that save another state dict than they were given, this is empty.

@@ -96,10 +96,10 @@ class CommitHook:
 
 
 class Report(NamedTuple):
-    """A rank's report of what it has written by a plan of torch's classes.
+    """A rank's report of the items that it has written, if torch's protocol plans the save.
 
     Attributes:
-        record: The record of what it has written.
+        record: The record of the written items.
         indices: The indices of the items, in the plan's order.
         copies: The digests of all items that it has.
     """
@@ -181,7 +181,7 @@ class CloudStorageWriter(OurWriter):
             checkpoint_id: The location to save to; :meth:`reset` may change it later.
             config: Options; those not given are read from the environment.
             commit_hook: Called on the coordinator around the commit.
-            notes: Notes stored with the checkpoint; those of the coordinator are used.
+            notes: Notes stored with the checkpoint; the coordinator's notes are used.
             base: An earlier checkpoint in the same folder; bytes that it already has are not sent
                 again. With ``Config(incremental=True)`` the default is the newest one. torch's own
                 ``save`` sends everything; :func:`cloudckpt.save` does not.

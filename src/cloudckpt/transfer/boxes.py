@@ -122,7 +122,7 @@ def plan_boxes(
     """Plans reading a region of a row-major tensor; yields byte ranges with boxes of the region.
 
     Consecutive rows form one range. At each dimension, the gaps of a strided region are read if
-    they have at most `merge_gap` bytes; otherwise each part is a range of its own. The boxes are
+    they have at most `merge_gap` bytes; otherwise each part is a separate range. The boxes are
     relative to the region.
 
     Args:

@@ -94,7 +94,7 @@ class MemoryPool:
 
         Args:
             nbytes: The size; not 0.
-            pinned: Whether newly allocated memory is page-locked; reused memory stays as it is.
+            pinned: Whether newly allocated memory is page-locked; reused memory is not changed.
         """
         with self._changed:
             while self._lent and self._lent + nbytes > self._budget:

@@ -388,7 +388,7 @@ def put_whole(
     """Writes an object in one request, with retries; conditions as in :meth:`ObjectStore.put`.
 
     A try whose response was lost may itself have invalidated the condition. So an object with this
-    write's name counts as success; one of another writer, even of the same bytes, does not.
+    write's name counts as success; another writer's object, even of the same bytes, does not.
     """
     checksum, attempt = store.capabilities.checksum.of(data), random_suffix()
     return retrier.call(
