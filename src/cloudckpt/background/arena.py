@@ -306,7 +306,7 @@ def _of_machine(meminfo: str) -> int | None:
 
 
 def _of_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None:
-    """Returns the free bytes of a cgroup's limit; file pages not used recently count as free."""
+    """Returns a cgroup's free bytes, counting file pages not used recently; None if unlimited."""
     files = _numbers(stat).get(reclaimable)
     if files is None or not (limit.strip().isdigit() and used.strip().isdigit()):
         return None  # "max" is no limit

@@ -60,7 +60,7 @@ class SaveFuture(Future[Metadata | None]):
 
 @dataclass(eq=False)
 class Save:
-    """A save, from the call to its end.
+    """A background save, from the call that starts it to its outcome.
 
     Attributes:
         number: This save's number in its saver.

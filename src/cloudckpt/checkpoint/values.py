@@ -380,7 +380,7 @@ def _has_a_state(name: str) -> bool:
 
 
 def _refused(data: bytes) -> tuple[str, Sequence[str]]:
-    """Returns why the default load refuses an item, and the refused names; empty if it does not."""
+    """Returns why the default load refuses an item, and the refused names; both may be empty."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
         known = {*_KNOWN, *_NUMPY_CLASSES}

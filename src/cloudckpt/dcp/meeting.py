@@ -183,7 +183,7 @@ class Consensus:
         return {one.earlier for one in self.statuses if one.earlier is not None}
 
     def raise_on_all_ranks(self) -> None:
-        """Raises the error in which the meeting results, the same on all ranks, if any.
+        """Raises the same error on all ranks, if a rank can't go on or contradicts another.
 
         Raises:
             BaseException: See :meth:`objection`.
@@ -192,7 +192,7 @@ class Consensus:
             raise error
 
     def objection(self) -> BaseException | None:
-        """Returns the error in which the meeting results, the same on all ranks; None without one.
+        """Returns the error that all ranks are to raise after the meeting; None if all may go on.
 
         Returns:
             A ConfigError if two ranks were given different options, or run different versions; a
@@ -398,7 +398,7 @@ class Meeting:
         divide: Callable[[list[T]], list[T]],
         uri: str | None,
     ) -> T:
-        """Returns a part for this rank, which the first rank makes of all values; collective.
+        """Returns this rank's part of a result that the first rank makes of all values; collective.
 
         No other rank gets the values of all.
 

@@ -49,7 +49,7 @@ _EMPTY = (
 class LoadReport:
     """The result of a load on this rank; ``str()`` is a table of up to ten lines.
 
-    Names are those in the checkpoint: keys joined by dots.
+    Names are written as in a checkpoint: keys joined by dots.
 
     Attributes:
         uri: The checkpoint.

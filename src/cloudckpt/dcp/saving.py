@@ -223,7 +223,7 @@ class StateLayout:
         self._unloadable.check()
 
     def _in_memory(self, number: int, memory: Memory) -> _Small | None:
-        """Returns an item that is a small tensor in memory that plans can refer to; else None.
+        """Returns an item as a small tensor in memory that plans can refer to; else None.
 
         If its memory is gone, the slower path reports the error.
         """

@@ -337,7 +337,7 @@ class CloudStorageWriter(OurWriter):
     def note_planning(self, state_dict: dict[str, Any], planner: Any, *, compares: bool) -> None:
         """Records what the planner's flattening loses of a state dict.
 
-        torch passes the state dict to no writer.
+        A writer needs this call, as torch passes it no state dict.
 
         Args:
             state_dict: The state dict.

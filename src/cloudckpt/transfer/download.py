@@ -54,7 +54,7 @@ of a job, as they must cut shared reads alike.
 _REASONS = {
     ObjectNotFoundError: "an object of the checkpoint is gone",
     PreconditionFailedError: "an object was replaced while it was read",
-    RangeNotSatisfiableError: "an object is shorter than it was written",
+    RangeNotSatisfiableError: "an object is shorter than when it was written",
 }
 
 

@@ -178,7 +178,7 @@ class LaneSearch:
         self._window = None
 
     def _measured(self, window: _Window) -> None:
-        """Compares the measured rate with that expected of the lanes: reduces or grows them."""
+        """Adds or removes lanes, by the measured rate and the rate expected of so many lanes."""
         rate = window.rate
         if self.each is not None and rate < _SLOWER * self.each * self.lanes:
             if window.seconds < _LOOK:

@@ -310,7 +310,7 @@ class ObjectUpload:
         self.abort()
 
     def _look(self, attempt: str, checksum: int | None) -> ObjectInfo | None:
-        """Returns the object if the given attempt wrote it with the given checksum; else None."""
+        """Returns the object if this attempt wrote it, with this checksum if known; else None."""
         info = written(self._store, self.key, attempt, self._retrier.policy)
         known = None if info is None else info.checksum
         return info if checksum is None or known in (None, checksum) else None
