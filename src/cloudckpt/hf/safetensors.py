@@ -292,7 +292,7 @@ def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
     if length > MOST_HEADER_BYTES:
         raise UnsupportedTensorError(
             f"a safetensors file with {len(tensors)} tensors needs a header of {length} bytes, "
-            f"and the limit is {MOST_HEADER_BYTES}: use a smaller max_shard_size"
+            f"and the limit is {MOST_HEADER_BYTES}: divide the tensors among more files"
         )
     return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
 

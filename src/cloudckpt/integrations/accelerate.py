@@ -91,7 +91,7 @@ def save_state(
     Raises:
         ConfigError: If DeepSpeed or Megatron-LM, which write files of their own, hold the state; if
             there are more optimizers than models; or if ``max_to_keep`` is given and ``uri`` does
-            not end in the name of a step.
+            not end in a folder named ``step-<step>``.
         CloudCheckpointError: The errors of :func:`cloudckpt.save`.
     """
     location, config = CheckpointURI.parse(uri), config or chosen_config() or Config()
@@ -99,7 +99,7 @@ def save_state(
     step = StepNames(DEFAULT_PATTERN).step(location.folder)
     if max_to_keep is not None and step is None:
         raise ConfigError(
-            "max_to_keep= needs a location whose name ends in a step, such as step-10",
+            "max_to_keep= needs a location whose last part names a step, such as step-10",
             uri=str(location),
         )
     meeting, saves = Meeting.of(None, False), _saves_of(accelerator, config)

@@ -85,7 +85,7 @@ class _OnStores:
         """
         if storage_options is not None:
             raise ConfigError(
-                "cloudckpt does not use storage_options=: pass config= to the strategy instead",
+                "cloudckpt takes no storage_options=: give config= to the strategy or plugin",
                 uri=uri,
             )
         self._saves.save(state, uri, step=step)
@@ -160,7 +160,8 @@ class FabricOnStores(_StrategyOnStores):
         """Saves a state to a URI on all ranks; a path is passed on to Lightning.
 
         Raises:
-            ConfigError: If the strategy gathers the state on one rank, or ``filter`` is given.
+            ConfigError: If the strategy gathers the state on one rank, ``filter`` is given, or
+                ``state`` has no model, or has optimizers and several models.
             CloudCheckpointError: The errors of :func:`cloudckpt.save`.
         """
         uri = self._uri(path)
@@ -191,6 +192,8 @@ class FabricOnStores(_StrategyOnStores):
             The saved values that are not in ``state``.
 
         Raises:
+            ConfigError: If ``state`` is not a dict with a model, or has optimizers and several
+                models.
             MissingKeyError: If ``strict``, and the checkpoint lacks a key of ``state``.
             CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
@@ -200,7 +203,7 @@ class FabricOnStores(_StrategyOnStores):
             return dict(super().load_checkpoint(path, state, strict, **more))  # type: ignore[misc]
         if not isinstance(state, dict) or not state:
             raise ConfigError(
-                "the checkpoint has no model to load into: pass a dict with it, as in "
+                "a checkpoint is loaded into a dict that has the model: pass one, as in "
                 "fabric.load(uri, {'model': model})",
                 uri=uri,
             )

@@ -250,10 +250,10 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         except CloudCheckpointError as error:
             if self._on_failure == "raise":
                 raise
-            logger.error("a checkpoint was not saved, and training continues: %s", error)
+            logger.error("saving or resuming failed, and the job continues: %s", error)
 
     def _download(self, meeting: Meeting, step: int) -> str:
-        """Copies a step to each node; returns its local folder."""
+        """Copies a step to each node; returns the local folder of the step."""
         local_rank = _rank_on_node()[0]
         output_dir = None if self._args is None else self._args.output_dir
 

@@ -60,10 +60,10 @@ def watch(
         ConfigError: If an option is invalid.
         StoreError: If the store refuses or stays unreachable.
     """
-    return _found(Watch(Run(run, step_name=step_name, config=config), interval, start))
+    return _poll(Watch(Run(run, step_name=step_name, config=config), interval, start))
 
 
-def _found(watch: Watch) -> Iterator[CheckpointSummary]:
+def _poll(watch: Watch) -> Iterator[CheckpointSummary]:
     """Polls without end, and yields new checkpoints."""
     while True:
         for step in watch.due(watch.run.view):

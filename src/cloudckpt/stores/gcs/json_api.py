@@ -58,7 +58,7 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
     headers = {name: value for name, value in wanted.items() if value is not None}
     for name, value in headers.items():
         if not _HEADER_VALUE.fullmatch(value):
-            raise ConfigError(f"{name}={value!r} can't be sent in a header; write plain ASCII")
+            raise ConfigError(f"{value!r} can't be sent as header {name}; write plain ASCII")
     return headers
 
 

@@ -164,7 +164,7 @@ class Reply:
             if start != 0 or length != size:
                 raise ServerError(
                     f"the store ignored the Range header: it offered {length} bytes for the range "
-                    f"{wanted}"
+                    f"{wanted}; check the endpoint and the proxy"
                 )
             return size
         unit, _, span = self.headers.get("Content-Range", "").partition(" ")

@@ -61,7 +61,7 @@ def failure(exc: BaseException, method: str, url: str, bundle: str | None) -> St
 def lasting_tls_failure(
     error: BaseException, host: str, *, bundle: str | None = None
 ) -> TLSError | None:
-    """Returns a TLSError if `error` comes of a lasting TLS failure; None if a retry may help.
+    """Returns a TLSError if a lasting TLS failure caused `error`; None if a retry may help.
 
     Args:
         error: The exception.

@@ -210,7 +210,7 @@ class BucketAccess(Access):
             if endpoint == self._endpoint:
                 return False
             logger.warning(
-                "%s is in %s, not %s: set AWS_REGION=%s to save redirected requests",
+                "%s is in %s, not %s: set AWS_REGION=%s to avoid redirected requests",
                 self._uri, region, used or "the default region", region,
             )  # fmt: skip
             self._endpoint = endpoint
