@@ -107,7 +107,7 @@ def save(
 
     Returns:
         The committed metadata. On ranks other than the one that committed, it is read on first
-        access; printing or comparing it reads nothing (two are equal if they are of the same save).
+        access; printing or comparing it reads nothing (unread metadata is equal to itself only).
 
     Raises:
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.

@@ -210,7 +210,7 @@ class Beginning(Generic[T]):
 
 
 def conflict(uri: str, cause: BaseException | None = None) -> CheckpointConflictError:
-    """Returns the error of a save that another writer has overtaken at the same location."""
+    """Returns the error of a save whose location another writer has changed since it began."""
     return CheckpointConflictError(
         "another writer committed or deleted a checkpoint here since this save began, so this save "
         "was discarded: let only one job at a time save here",

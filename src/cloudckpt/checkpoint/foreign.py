@@ -1,4 +1,4 @@
-"""Parses torch's pickle at the beginning of ``.metadata``, from any writer, with checks."""
+"""Parses the pickle in ``.metadata``, of any writer; by default without running its code."""
 
 from __future__ import annotations
 

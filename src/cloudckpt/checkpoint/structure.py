@@ -323,7 +323,7 @@ def is_flattened(value: list[Any]) -> bool:
 
 
 def check_nesting(state_dict: Mapping[Any, Any]) -> None:
-    """Checks that a walk over the mappings, lists and tuples of a state dict ends.
+    """Checks that no mapping, list or tuple contains itself, or is nested too deeply.
 
     Raises:
         UnsupportedValueError: If a container contains itself, or is nested too deeply.

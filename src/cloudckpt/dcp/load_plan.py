@@ -268,7 +268,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         """Excludes a value that can't take the saved tensor from the load.
 
         Raises:
-            ShapeMismatchError: If the planner is strict. It does not check element types here.
+            ShapeMismatchError: If the planner is strict; element types are checked later.
         """
         why = _why_not(value, entry)
         if why and self._strict:

@@ -215,7 +215,7 @@ class Consensus:
             return None
         if len(self.statuses) == 1:
             return failures[0]  # no other rank has to understand it
-        when = "in an earlier save" if self.earlier else self.during or "before it began"
+        when = "in an earlier save" if self.earlier else self.during or "at the beginning"
         return one_error(failures, self.rank, when, first.location or None)
 
 
@@ -416,7 +416,7 @@ class Meeting:
                 return ranks.reduce_scatter("plan", make, divide)
             except CheckpointException as exc:
                 failures = {rank: error for rank, (error, _) in exc.failures.items()}
-        raise one_error(failures, self.rank, "before it began", uri)
+        raise one_error(failures, self.rank, "at the beginning", uri)
 
     @contextlib.contextmanager
     def _together(self, failure: BaseException | None, during: str = "") -> Iterator[None]:
@@ -549,7 +549,7 @@ class _Wait:
                     logger.warning(
                         "%s: rank %d has waited for %.0f s, because %s not called it. All ranks "
                         "of the process group must call it; is the call inside an `if rank == "
-                        "0:`? It continues when they call it, and fails at the group's time limit",
+                        "0:`? It goes on once they join, and fails at the group's time limit",
                         self._call,
                         ranks[own],
                         time.monotonic() - began,

@@ -65,7 +65,7 @@ KeyMapping = Callable[[str], "str | None"]
 
 
 class Model(Protocol):
-    """A model in files of another format, which is read like a checkpoint."""
+    """A model in safetensors files, which is read like a checkpoint."""
 
     committed: ObjectInfo
 

@@ -201,8 +201,8 @@ def _dtensor(tensor: DTensor) -> tuple[Any, ...]:
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns all properties of a tensor that affect its plan, or the layout of its bytes.
 
-    Not whether it is pinned: torch's metadata record it, but no reader uses it, and this check
-    releases the GIL, which takes milliseconds per tensor next to a busy trainer.
+    Pinning is left out: torch's metadata record it, but no reader uses it, and checking it releases
+    the GIL, which takes milliseconds per tensor next to a busy trainer.
     """
     cls = type(tensor)
     if cls not in PLAIN or tensor.layout is not torch.strided:
