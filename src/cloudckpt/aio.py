@@ -71,7 +71,9 @@ def watch(
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
 ) -> AsyncIterator[CheckpointSummary]:
-    """Yields each new checkpoint of a run; arguments and errors as in :func:`cloudckpt.watch`.
+    """Yields each committed checkpoint of a run once, existing ones first, then new ones.
+
+    Arguments and errors are those of :func:`cloudckpt.watch`.
 
     ::
 

@@ -36,8 +36,8 @@ def convert(
 ) -> None:
     """Convert a torch.save file to a checkpoint, or a checkpoint to a file or a new checkpoint.
 
-    The content of SOURCE decides which of them it is. The command needs memory for one copy of the
-    state. TARGET becomes visible when it is complete.
+    The content of SOURCE decides whether it is a checkpoint or a file. The command needs memory for
+    one copy of the state. TARGET becomes visible when it is complete.
 
     Args:
         call: The options that all commands share.

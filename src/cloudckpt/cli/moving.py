@@ -99,7 +99,7 @@ def cp(
 
 @command(CHECKPOINTS, writes=True)
 def unshare(call: Call, checkpoint: str) -> None:
-    """Make a checkpoint self-contained that shares bytes with others of its run.
+    """Make a checkpoint independent of others of its run with which it shares bytes.
 
     The shared data is copied into its own folder.
 

@@ -53,7 +53,8 @@ class Finding:
 
     Attributes:
         check: The name of the check.
-        outcome: ``failed``: cloudckpt can't work; ``warning``: it works, with a caveat.
+        outcome: ``ok``; ``warning``: cloudckpt works, with a caveat; ``failed``: it can't work;
+            ``skipped``: the check could not be made.
         found: The result in words.
         advice: What to do about it; empty if nothing.
         seconds: The duration of the check.

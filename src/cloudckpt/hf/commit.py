@@ -289,7 +289,7 @@ class ModelCommit:
         self._each(ordered[1:], delete)
 
     def _delete_one(self, info: ObjectInfo, retrier: Retrier) -> None:
-        """Deletes an object on the condition that it still has the given version."""
+        """Deletes an object; if the store honours conditions, only if it is unchanged."""
         version = info.version if self._conditional else None
         retrier.call(lambda: self._store.delete(info.key, if_version=version))
 

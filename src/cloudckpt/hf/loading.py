@@ -94,6 +94,9 @@ def load(
         MissingKeyError: If the model lacks a key of the state dict, and ``strict`` is on.
         ShapeMismatchError: If a shape differs.
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
+        ConfigError: If ``key_mapping`` returns anything but one name or None.
+        UnsupportedTensorError: If this torch lacks a tensor's type, or a tensor of the state dict
+            can't be filled.
         CheckpointCorruptError: If files are missing, truncated, or violate the format.
         CheckpointReplacedError: If the model was replaced meanwhile, again and again.
         StoreError: If the store refuses or stays unreachable.

@@ -90,7 +90,8 @@ def save(
         InvalidURIError: If ``uri`` is not a valid location, or that of a single file.
         CheckpointExistsError: If the folder has a model, and ``overwrite`` is off.
         CheckpointConflictError: If another writer has written to the folder meanwhile.
-        ConfigError: If ``uri`` is the folder of a run, which can't be a model, too.
+        ConfigError: If ``uri`` is the folder of a run, which can't be a model, too; or if
+            ``max_shard_size`` or ``fqn_to_file`` is invalid.
         UnsupportedTensorError: If a value is not a tensor, or of a type that the format lacks.
         IncompleteSaveError: If the ranks that save do not have all of a tensor.
         CommitUnknownError: If the store did not say whether it carried out the last step.

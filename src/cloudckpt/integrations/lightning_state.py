@@ -341,7 +341,7 @@ class TrainerOnStores(_StrategyOnStores):
         return not self._is_ours and bool(super().lightning_restore_optimizer)  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Restores the model from a path's checkpoint; does nothing for a URI's.
+        """Restores the model from a checkpoint at a path; does nothing for one at a URI.
 
         For a URI, :meth:`load_checkpoint` has already restored the model.
         """

@@ -73,8 +73,8 @@ def delete_at(
         fetched = retrier.call(partial(fetch, store, commit))
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
-            "there is no committed checkpoint to delete; cloudckpt sweep deletes what an "
-            "interrupted save has left, and cloudckpt rm --recursive a whole run",
+            "there is no committed checkpoint to delete; use cloudckpt sweep for what an "
+            "interrupted save has left, and cloudckpt rm --recursive for a whole run",
             uri=str(location),
         ) from error
     gone = trusted(fetched, store.uri(commit))

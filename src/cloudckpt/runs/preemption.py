@@ -230,7 +230,7 @@ class Agreement:
             self._group = None
 
     def step(self, noticed: bool, is_due: bool = False) -> tuple[bool, bool]:
-        """Contributes this rank's flags, and returns the flags of any rank; same on all ranks.
+        """Contributes this rank's flags, and returns which flags any rank has set; same on all.
 
         The result has the flags of the previous step; after steps that took more than a second on
         all ranks, also those of this step.

@@ -145,7 +145,7 @@ class Saves:
         return made
 
     def end(self, save: Save, outcome: Outcome) -> None:
-        """Sets the outcome of a save; a commit settles all earlier saves that have ended."""
+        """Sets the outcome of a save under way; a commit drops earlier ones with an outcome."""
         with self._lock:
             if save.outcome == "under way":
                 save.outcome = outcome

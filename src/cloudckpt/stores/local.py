@@ -415,7 +415,7 @@ class LocalStore(ObjectStore):
                     ) from exc
             raise InvalidRequestError(
                 "the file system did not confirm that the file exists under its name; check "
-                "before you go on",
+                "that it does before you go on",
                 uri=self.uri(key),
                 cause=exc,
             ) from exc

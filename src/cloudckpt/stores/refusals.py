@@ -104,7 +104,7 @@ def kind_of(status: int) -> type[StoreError]:
 
 
 class Refusal(NamedTuple):
-    """An error response in its vendor's words.
+    """The error code and the texts of an error response, as its vendor writes them.
 
     Attributes:
         code: The error code in the vendor's format; empty if the response has none.

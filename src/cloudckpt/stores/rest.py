@@ -123,12 +123,12 @@ class RestStore(ObjectStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        """Returns the exception for an error response; `headers` must take lower-case names."""
+        """Returns the exception for an error response; looks `headers` up by lower-case names."""
 
     def error_in_success(
         self, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        """Returns the exception for an error in the body of a 200, sent before the work ended."""
+        """Returns the exception for an error in the body of a response with status 200."""
         error = self.failure(200, headers, body, action, uri)
         # throttled in the middle of the work, whose outcome is unknown
         if isinstance(error, ThrottledError):

@@ -64,7 +64,7 @@ def from_answer(
     *,
     is_google: bool = True,
 ) -> StoreError:
-    """Returns the exception for an error of either API; `headers` must take lower-case names.
+    """Returns the exception for an error of either API; looks `headers` up by lower-case names.
 
     `is_google` tells whether the endpoint is Google's own rather than an emulator.
     """

@@ -112,7 +112,7 @@ def answer_of(reply: Reply) -> dict[str, Any]:
 
 
 def generation(version: str) -> str:
-    """Returns `version` for a precondition; if it is no number, a generation that none has."""
+    """Returns `version`; if that is not a number, a generation that no object has."""
     return version if version.isascii() and version.isdigit() else _NO_GENERATION
 
 

@@ -97,7 +97,7 @@ def from_code(
 def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
-    """Returns the exception for an error response of S3; `headers` must take lower-case names."""
+    """Returns the exception for an error response of S3; looks `headers` up in lower case."""
     fields = error_fields(body)
     response = Refusal(
         fields.get("Code", ""),
