@@ -305,6 +305,11 @@ class _StorageInfo:
     length: int
 
 
+def test_a_storage_meta_may_have_values_that_torch_does_not_write():
+    odd = StorageMeta(checkpoint_id=5, load_id=(7,), modules=None)
+    assert load_metadata(pickle.dumps(metadata(storage_meta=odd)), URI).storage_meta == odd
+
+
 def test_places_of_another_library_with_the_fields_of_torch_are_read():
     places = {MetadataIndex("step"): _StorageInfo("__0_0.distcp", 1024, 10)}
     found = load_metadata(pickle.dumps(metadata(storage_data=places)), URI)

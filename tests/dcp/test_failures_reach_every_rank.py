@@ -25,15 +25,18 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import cloudckpt
 from cloudckpt.background import arena, process
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook, make_async_checkpointer
+from cloudckpt.dcp.meeting import Consensus, RankStatus
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointCorruptError,
     CloudCheckpointError,
     CommitUnknownError,
     ConfigError,
+    InvalidURIError,
     MissingKeyError,
     RanksFailedError,
     ShapeMismatchError,
+    TransferCancelledError,
     UnsupportedTensorError,
 )
 from cloudckpt.hf import SafetensorsWriter
@@ -334,6 +337,28 @@ def test_two_ranks_that_fail_differently_are_both_named(local, ranks):
     told = ranks.errors(3, _fail_differently, local)
     assert [type(error) for error in told] == [RanksFailedError] * 3
     assert all(error.failures.keys() == {0, 1} for error in told)
+
+
+class Cancelled:
+    def state_dict(self):
+        raise TransferCancelledError("by its own user")
+
+    load_state_dict = dict
+
+
+def _stop_alone(place: Place) -> None:
+    _save("save", {"a": Cancelled() if _is_last() else 1}, place, None)
+
+
+def test_a_rank_that_stops_although_no_other_has_failed_is_heard_by_all(local, ranks):
+    told = ranks.errors(2, _stop_alone, local)
+    assert [type(error) for error in told] == [TransferCancelledError] * 2
+
+
+def test_a_failure_of_an_earlier_save_is_named_beside_one_of_this():
+    earlier = RankStatus(failure=RanksFailedError("rank 1 failed"), earlier=1)
+    now = RankStatus(failure=InvalidURIError("the location is empty"))
+    assert Consensus(0, [earlier, now], [None, None], "").objection().failures.keys() == {0, 1}
 
 
 # ---- once it may be committed

@@ -1,6 +1,8 @@
 """Values of each rank, and objects with a state of their own, wherever they stand in a state."""
 
 import copy
+import signal
+from collections import Counter, OrderedDict, defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +59,26 @@ def test_a_per_rank_of_none_takes_whatever_was_saved(tmp_path, saved):
     room = cloudckpt.per_rank(None)
     cloudckpt.load({"a": [room]}, checkpoint_id=tmp_path)
     assert_same(room.value, saved)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {("a", 1): 5, b"k": 6, signal.SIGTERM: 7, 0: 8},
+        *(defaultdict(int, a=1), Counter("aab"), OrderedDict(b=1, a=2)),
+    ],
+    ids=str,
+)
+def test_keys_and_classes_of_containers_without_tensors_are_kept(tmp_path, saved):
+    cloudckpt.save({"x": cloudckpt.per_rank(saved)}, checkpoint_id=tmp_path)
+    wanted = copy.copy(saved)
+    for key in wanted:
+        wanted[key] = 0
+    own = cloudckpt.per_rank(wanted)
+    cloudckpt.load({"x": own}, checkpoint_id=tmp_path)
+    assert own.value == saved
+    assert type(own.value) is type(saved)
+    assert [*map(type, own.value)] == [*map(type, saved)]
 
 
 @pytest.mark.parametrize("value", [cloudckpt.per_rank(1), torch.nn.Linear(1, 1)], ids=str)

@@ -86,6 +86,12 @@ def test_two_values_of_one_name_are_refused(local, content, named):
     assert_same(loaded(local), {"step": 1})
 
 
+def test_two_keys_of_one_string_are_refused_where_nothing_is_flattened(tmp_path):
+    flat = DefaultSavePlanner(flatten_state_dict=False)
+    with pytest.raises(KeyCollisionError):
+        cloudckpt.save({1: {"a": 1}, "1": {"a": 2}}, checkpoint_id=tmp_path, planner=flat)
+
+
 @pytest.mark.parametrize(
     "content", [{".": {}, "": {"": None}}, {".": [None, {}], "": {"": torch.ones(3)}}], ids=str
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import pickle
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -97,13 +98,23 @@ _END = 1 << 63
 def _classes(annotation: Any) -> tuple[type[Any], ...]:
     """Returns the classes that a type annotation of a field allows, such as ``str | None``."""
     is_union = get_origin(annotation) in (Union, types.UnionType)
-    allowed = get_args(annotation) if is_union else (annotation,)
-    return tuple(object if one is Any else get_origin(one) or one for one in allowed)
+    allowed = [
+        get_origin(one) or one for one in (get_args(annotation) if is_union else [annotation])
+    ]
+    named: dict[Any, tuple[type[Any], ...]] = {Any: (object,), Sequence: (list, tuple)}
+    return tuple(itertools.chain.from_iterable(named.get(one, (one,)) for one in allowed))
 
 
-def _instance_of(cls: type[Any], *, more: bool = False) -> Constructor:
-    """Returns a function that makes a dataclass of torch; ``more``: accepts unknown fields, too."""
-    annotated = {name: _classes(hint) for name, hint in get_type_hints(cls).items()}
+def _instance_of(cls: type[Any], *, more: bool = False, checked: str = "") -> Constructor:
+    """Returns a function that makes a dataclass of torch.
+
+    Args:
+        cls: The class.
+        more: Whether fields that torch does not have are accepted, too.
+        checked: The only field that is checked; empty for all.
+    """
+    hints = get_type_hints(cls)
+    annotated = {name: _classes(hints[name]) for name in ([checked] if checked else hints)}
     required = {
         field.name
         for field in dataclasses.fields(cls)
@@ -159,7 +170,8 @@ _CONSTRUCTORS: Mapping[str, Constructor] = {
     **CALLS,
     _ENCODING: call_of(lambda number: _format(MemoryFormat(number)), int),
     # libraries add fields that torch does not have
-    **{f"{_DCP}.{one.__name__}": _instance_of(one, more=True) for one in (Metadata, StorageMeta)},
+    f"{_DCP}.Metadata": _instance_of(Metadata, more=True),
+    f"{_DCP}.StorageMeta": _instance_of(StorageMeta, more=True, checked="save_id"),
     **{
         f"{_DCP}.{one.__name__}": _instance_of(one)
         for one in (TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)

@@ -237,7 +237,7 @@ class Content:
                 name = _name(rank)
                 if rank not in asked:
                     self.others.update(names)
-                elif rank == self._rank and own.has_tensors:
+                elif rank == self._rank and own.takes(names, metadata):
                     own.inner[name] = own.state
                 else:
                     path = (*own.path, name)
@@ -264,11 +264,17 @@ class _Own:
         self.path, self.value, self.inner = path, value, inner
         [(self.name, self.state)] = inner.items()
 
-    @property
-    def has_tensors(self) -> bool:
-        """Whether saved values are loaded into this value, which has tensors to fill."""
-        flat = flatten_state_dict({self.name: self.state})[0]
-        return any(isinstance(value, torch.Tensor) for value in flat.values())
+    def takes(self, names: Mapping[str, Path], metadata: Metadata) -> bool:
+        """Whether the saved values are loaded into this value: it has tensors, or their names.
+
+        Only then do keys and containers keep their classes, such as a tuple or a ``defaultdict``.
+        """
+        flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]
+        if any(isinstance(value, torch.Tensor) for value in flat.values()):
+            return True
+        saved = map(metadata.state_dict_metadata.__getitem__, names)
+        has_saved_tensors = any(isinstance(entry, TensorStorageMetadata) for entry in saved)
+        return flat.keys() == names.keys() and not has_saved_tensors
 
 
 def _name(rank: int) -> str:

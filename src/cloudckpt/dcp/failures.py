@@ -175,12 +175,6 @@ def one_error(
         step: When the ranks failed, for the message.
         uri: The checkpoint.
     """
-    # after an earlier exchange, ranks report the errors of others, too
-    failures = {
-        number: error
-        for number, error in failures.items()
-        if not isinstance(error, RanksFailedError)
-    } or failures
     own = failures.get(rank)
     if own is not None and not isinstance(own, Exception):
         return own  # an interrupt of this process stays an interrupt

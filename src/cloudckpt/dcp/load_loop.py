@@ -164,7 +164,7 @@ class _Load:
             uri,
             left_alone=content.left_alone | ({} if ours is None else ours.left_alone),
             converted=None if ours is None else ours.converted,
-            unused=content.others,
+            unused=content.others if ours is None else content.others | ours.unused,
         )
         if self._meeting.rank == 0 and getattr(planner, "logs", True):
             report.log()

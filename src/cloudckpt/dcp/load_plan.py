@@ -89,6 +89,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             were saved from.
         left_alone: The names that keep their values although the checkpoint has an entry, and why.
         converted: The names that are loaded in another form than they were saved in, and how.
+        unused: The names of values that were read, but are not stored in the state dict.
     """
 
     map_location: str | torch.device | None = None
@@ -104,6 +105,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self._whole: dict[str, list[str]] = {}
         self.left_alone: dict[str, str] = {}
         self.converted: dict[str, str] = {}
+        self.unused: set[str] = set()
 
     def set_up_planner(
         self,
@@ -146,6 +148,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             check_shards(value, name)
         self._take_lengths(table)
         self.left_alone, self.converted, self._whole = self._empty(table), {}, {}
+        self.unused = set()
         self._take_whole(table)
         self._take_tied(table)
         missing = [
@@ -198,7 +201,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         elif not self.allow_partial_load:
             raise self._missing(missing)
         else:
-            del self.state_dict[read_item.dest_index.fqn]
+            self.unused.add(read_item.dest_index.fqn)
             why = f"the checkpoint has a {type(value).__name__} in place of the container"
             self.left_alone.update(dict.fromkeys(missing, why))
 

@@ -49,6 +49,7 @@ from cloudckpt.errors import (
     ConfigError,
     DifferentCheckpointsError,
     ProcessGroupError,
+    RanksFailedError,
     TransferCancelledError,
 )
 
@@ -74,6 +75,8 @@ if sys.version_info < (3, 14):
 
 FIRST_LINE = 15.0
 """Seconds of waiting before it is logged who is missing."""
+_ECHOES = (RanksFailedError, TransferCancelledError)
+"""Errors of ranks that fail because others have failed."""
 _MARKED_AFTER = 0.5  # seconds of waiting after which a rank is marked as waiting
 _LAST_CALL = 10.0  # seconds that a call of the store may take when the interpreter ends
 # ranks of one group that check for the others: each check costs a request per rank
@@ -203,6 +206,10 @@ class Consensus:
         failures = {
             rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None
         }
+        if self.during:  # a rank may have stopped, or heard of the error, because another failed
+            failures = {
+                rank: error for rank, error in failures.items() if not isinstance(error, _ECHOES)
+            } or failures
         # an early failure explains later failures of other ranks
         early = {rank: error for rank, error in failures.items() if self.statuses[rank].is_early}
         first = self.statuses[0]
@@ -356,9 +363,7 @@ class Meeting:
                 made = prepare()
                 own = status(made)
             except BaseException as error:
-                # a cancelled rank reports no failure: the one that has failed does
-                failure = None if isinstance(error, TransferCancelledError) else error
-                self.exchange(RankStatus(failure=failure), during=during).raise_on_all_ranks()
+                self.exchange(RankStatus(failure=error), during=during).raise_on_all_ranks()
                 raise
             consensus = self.exchange(own, made if shares else None, during=during)
         consensus.raise_on_all_ranks()

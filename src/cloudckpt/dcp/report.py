@@ -97,7 +97,7 @@ class LoadReport:
                 why.
             converted: The names that were loaded in another form, and how; None if the planner does
                 not report them.
-            unused: The names in the checkpoint of other ranks' values.
+            unused: The names of other ranks' values, and of values that were read and not stored.
         """
         stored, left_alone = metadata.state_dict_metadata.keys(), left_alone or {}
         if converted is None:

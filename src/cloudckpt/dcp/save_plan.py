@@ -101,9 +101,10 @@ class CloudSavePlanner(DefaultSavePlanner):
         check_nesting(state_dict)
         self.is_coordinator = is_coordinator
         self.state_dict = {str(key): value for key, value in state_dict.items()}
+        uri = None if storage_meta is None else storage_meta.checkpoint_id
+        if self.flatten_state_dict or len(self.state_dict) < len(state_dict):
+            flat = Flat(state_dict, None if uri is None else str(uri))  # names two keys of one name
         if self.flatten_state_dict:
-            uri = None if storage_meta is None else storage_meta.checkpoint_id
-            flat = Flat(state_dict, None if uri is None else str(uri))
             self.state_dict, self.mappings = flatten_sharded_tensors(flat.values), flat.paths
 
     def create_local_plan(self) -> SavePlan:
