@@ -153,6 +153,27 @@ def test_what_is_in_the_way_stays_and_so_does_what_was_to_be_renamed(store) -> N
         writer.rename_folder("run/tmp_nothing", "run/nothing")
 
 
+def test_a_deletion_spares_what_others_have_written(store) -> None:
+    """A folder of another job, committed as soon as the manifest is gone, and a plain file."""
+
+    class Store(FaultyStore):
+        def delete(self, key, **options):
+            super().delete(key, **options)
+            if key.endswith(MANIFEST) and options:
+                save(folders(store, OTHER), "run/step-7", 8)
+
+    save(folders(store), "run/step-7", 7)
+    folders(Store(store)).remove_folder("run/step-7")
+    assert state_of(store, "run/step-7") == 8
+    plain, writer = "run/tmp_step-9/metadata.pkl", folders(store)
+    store.put(plain, [memoryview(b"plain")], checksum=0)
+    write(writer, "run/tmp_step-9", 9)
+    writer.delete(plain)
+    assert writer.read(plain) == b"plain"
+    writer.delete(plain)
+    assert not writer.exists(plain)
+
+
 # ---- kills
 
 
@@ -274,7 +295,7 @@ def test_no_damage_is_silent(store, name) -> None:
     assert state_of(store, "run/step-7") == 7
     store.delete(key)
     if name != MANIFEST:
-        with pytest.raises(CheckpointCorruptError, match="object of the file no longer exists"):
+        with pytest.raises(CheckpointCorruptError, match="no longer exists"):
             folders(store).read(path)
 
 

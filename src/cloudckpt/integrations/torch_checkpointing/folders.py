@@ -195,8 +195,8 @@ class FileFolders(VisibleFiles):
                 f"{self._store.uri(key)} can't be deleted alone, because it belongs to a committed "
                 "folder: delete the whole folder"
             )
-        self.existing(key)
-        self._delete([record_name(key, self._job), key])
+        is_plain = self.existing(key).key == key
+        self._delete([key if is_plain else record_name(key, self._job)])
 
     # ---- commits
 
@@ -327,7 +327,9 @@ class FileFolders(VisibleFiles):
         gone = {one for one in listed if self.sees(one)}
         if not gone:
             raise FileNotFoundError(self._store.uri(key))
-        for one in [one for one in gone if one.rpartition("/")[2] == MANIFEST]:
+        manifests = {one for one in gone if one.rpartition("/")[2] == MANIFEST}
+        gone -= manifests  # another job may write them again, so each is deleted on its version
+        for one in manifests:
             folder, version = folder_of(one), listed[one].version
             try:
                 if (manifest := self.manifest(folder)) is None:
