@@ -118,27 +118,39 @@ def test_two_that_watch_one_signal_both_notice_and_leave_what_was_there(heard) -
     signal.signal(signal.SIGUSR1, before)
 
 
-def _ended_by(number: int) -> None:
+def _chain(number: int) -> None:
+    """Sets a handler that calls the one before it, as libraries do."""
+    before = signal.getsignal(number)
+    signal.signal(number, lambda *given: before(*given))
+
+
+def _ended_by(number: int, is_chained: bool) -> None:
     """Watches twice and ends that in the wrong order, and then is to end by the signal."""
     first, second = (Preemption(signals=[number]) for _ in range(2))
     first.watch()
+    if is_chained:
+        _chain(number)
     second.watch()
     first.ignore()
     second.ignore()
     os.kill(os.getpid(), number)
 
 
-def test_a_signal_that_nobody_watches_any_more_ends_the_process() -> None:
-    with child(_ended_by, number=signal.SIGUSR1) as ended:
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_a_signal_that_nobody_watches_any_more_ends_the_process(is_chained) -> None:
+    with child(_ended_by, number=signal.SIGUSR1, is_chained=is_chained) as ended:
         assert ended.wait()[0] == -signal.SIGUSR1
 
 
-def _survives_the_first(number: int, pause: float, is_anew: bool) -> None:
+def _survives_the_first(number: int, pause: float, how: str) -> None:
     preemption = Preemption(signals=[number])
     preemption.watch()
+    if how == "chained":
+        _chain(number)
+        Preemption(signals=[number]).watch()
     os.kill(os.getpid(), number)
     assert preemption.noticed
-    if is_anew:
+    if how == "watched anew":
         preemption.ignore()
         preemption.watch()
     time.sleep(pause)
@@ -147,13 +159,18 @@ def _survives_the_first(number: int, pause: float, is_anew: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pause", "is_anew", "ended"),
-    [(0.0, False, 7), (0.5, False, -signal.SIGTERM), (0.5, True, 7)],
+    ("pause", "how", "ended"),
+    [
+        (0.0, "alone", 7),
+        (0.5, "alone", -signal.SIGTERM),
+        (0.5, "chained", -signal.SIGTERM),
+        (0.5, "watched anew", 7),
+    ],
 )
 def test_a_second_signal_that_is_not_the_first_from_another_sender_ends_the_process(
-    pause, is_anew, ended
+    pause, how, ended
 ) -> None:
-    given = {"number": signal.SIGTERM, "pause": pause, "is_anew": is_anew}
+    given = {"number": signal.SIGTERM, "pause": pause, "how": how}
     with child(_survives_the_first, **given) as found:
         assert found.wait()[0] == ended
 

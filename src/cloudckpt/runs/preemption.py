@@ -146,7 +146,8 @@ class _Signal:
     def __init__(self, number: int) -> None:
         self._number = number
         self._watchers: list[Preemption] = []
-        self._before: Any = signal.SIG_IGN  # the handler that ours replaced when it was last set
+        self._before: list[Any] = []  # the handlers that ours replaced, in the order of watch()
+        self._depth = 0  # how many of them are running: each may itself call ours
         self._first: float | None = None  # when the signal came first, by the monotonic clock
         self._pid = os.getpid()
 
@@ -159,7 +160,7 @@ class _Signal:
         before = signal.getsignal(self._number)
         if before != self._on_signal:
             signal.signal(self._number, self._on_signal)
-            self._before = before if before is not None else signal.SIG_DFL
+            self._before.append(before if before is not None else signal.SIG_DFL)
         self._watchers.append(watcher)
 
     def ignore(self, watcher: Preemption) -> None:
@@ -170,8 +171,7 @@ class _Signal:
         is_set = signal.getsignal(self._number) == self._on_signal
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and is_set and not self._watchers:
-            signal.signal(self._number, self._before)
-            self._before = signal.SIG_IGN  # so that it may call this handler without a loop
+            signal.signal(self._number, self._before.pop())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Tells the watchers that the job is about to end, and calls the previous handler.
@@ -184,13 +184,15 @@ class _Signal:
                 watcher.notice()
             self._first = time.monotonic() if self._first is None else self._first
             is_second = time.monotonic() - self._first > _TOGETHER
-        before, self._before = self._before, signal.SIG_IGN  # which may itself call this handler
-        try:
-            if callable(before):
+        older = self._before[: len(self._before) - self._depth]
+        before = older[-1] if older else signal.SIG_IGN
+        if callable(before):
+            self._depth += 1
+            try:
                 before(number, frame)
-        finally:
-            self._before = before
-        if before == signal.SIG_DFL and (
+            finally:
+                self._depth -= 1
+        elif before == signal.SIG_DFL and (
             # SIGTERM must still end a forked child, as multiprocessing expects
             not self._watchers or is_second or (is_elsewhere and number == signal.SIGTERM)
         ):
