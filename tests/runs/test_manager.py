@@ -35,7 +35,7 @@ from cloudckpt.errors import (
     ThrottledError,
 )
 from cloudckpt.integrations.saves import Saves
-from cloudckpt.runs import catalog, deleting, prune
+from cloudckpt.runs import catalog, deleting, prune, pruning
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.runs.steps import Retention
@@ -173,7 +173,7 @@ def test_a_claim_in_the_middle_of_a_commit_is_noticed(run) -> None:
     assert not cloudckpt.exists(f"{run}/step-3")
 
 
-def test_a_claim_in_the_middle_of_a_deletion_is_noticed(run, monkeypatch) -> None:
+def test_a_claim_in_the_middle_of_a_deletion_is_noticed(run, monkeypatch, caplog) -> None:
     fetched = deleting.fetch
 
     def then_claimed(store, key):
@@ -182,11 +182,15 @@ def test_a_claim_in_the_middle_of_a_deletion_is_noticed(run, monkeypatch) -> Non
                 save(other, 1, 2, force=True)
         return fetched(store, key)
 
-    with managed(run) as manager:
+    with managed(run, max_to_keep=1) as manager:
         manager.save(1, state(7))
         monkeypatch.setattr(deleting, "fetch", then_claimed)
         with pytest.raises(CheckpointConflictError):
             manager.delete(1)
+        for _ in range(2):  # as after two saves that had begun before
+            manager._pruner.after(None, keep_abandoned=True)
+        manager.wait_until_finished()
+    assert caplog.text.count("no longer deleted") == 1
     assert cloudckpt.exists(f"{run}/step-1")
 
 
@@ -380,6 +384,25 @@ def test_a_step_that_is_being_restored_is_not_deleted_beside(run) -> None:
         assert manager.restore(Watched(state(), lambda: seen.append(pruned())), step=1) == 1
         assert seen[0] == [1, 2]
         assert pruned() == [2]
+
+
+def test_a_step_is_restored_while_an_older_one_is_deleted(run, monkeypatch) -> None:
+    fill(run, 1, 2, 3)
+    delete_at, has_begun, may_end = pruning.delete_at, threading.Event(), threading.Event()
+
+    def slow(*args) -> None:
+        has_begun.set()
+        may_end.wait(10)
+        delete_at(*args)
+
+    monkeypatch.setattr(pruning, "delete_at", slow)
+    with managed(run, max_to_keep=1) as manager:
+        manager._pruner.after(None, keep_abandoned=True)
+        assert has_begun.wait(10)
+        assert manager.restore(state(), step=2) == 2
+        may_end.set()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3]
 
 
 # jobs that are about to end

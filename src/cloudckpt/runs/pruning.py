@@ -136,6 +136,7 @@ def delete_steps(
     steps: Iterable[int],
     check: Callable[[], None] = lambda: None,
     deleted: Callable[[int], object] = lambda step: None,
+    in_use: StepsInUse | None = None,
 ) -> list[int]:
     """Deletes steps of a history, unless they were saved anew since their notes were read.
 
@@ -148,6 +149,7 @@ def delete_steps(
         steps: The steps.
         check: Called right before each deletion; if it raises, the step is not deleted.
         deleted: Called with each step that is gone, even if some of its data can't be deleted then.
+        in_use: The steps that this job saves or loads now; they are not deleted.
 
     Returns:
         The steps that are gone, by this call or another process.
@@ -157,6 +159,7 @@ def delete_steps(
             those that were not.
     """
     notes, steps = history.line | history.abandoned, [*steps]
+    in_use = StepsInUse() if in_use is None else in_use
     gone, failures = list[int](), list[CloudCheckpointError]()
 
     def check_notes(step: int) -> None:
@@ -169,10 +172,13 @@ def delete_steps(
         deleted(step)
 
     for step in steps:
+        uri = run.uri(step)
         try:
-            delete_at(run.uri(step), run.config, partial(check_notes, step), partial(note, step))
+            with in_use.deleted(step) as is_free:
+                if is_free:
+                    delete_at(uri, run.config, partial(check_notes, step), partial(note, step))
         except CheckpointReplacedError:
-            logger.warning("%s was saved anew meanwhile, and was not deleted", run.uri(step))
+            logger.warning("%s was saved anew meanwhile, and was not deleted", uri)
         except CheckpointNotFoundError:  # another process has deleted it
             note(step)
         except CloudCheckpointError as error:
@@ -253,6 +259,7 @@ class Pruner:
         self._line = line
         self.in_use = StepsInUse()
         self._logged: set[int] = set()  # unreadable and abandoned steps that were logged
+        self._has_logged_conflict = False  # whether it was logged that another job has the claim
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-prune")
 
     def after(self, saved: SaveFuture | None, *, keep_abandoned: bool) -> None:
@@ -301,10 +308,12 @@ class Pruner:
             self._log_new(history, keep_abandoned)
             unneeded = _unneeded(self._run, history, self._retention)
             unneeded += () if keep_abandoned else history.abandoned
-            with self.in_use.deleted(unneeded) as free:
-                delete_steps(self._run, history, free, self._line.check_claim)
+            check = self._line.check_claim
+            delete_steps(self._run, history, unneeded, check, in_use=self.in_use)
         except CheckpointConflictError as error:
-            logger.error("%s: old checkpoints are no longer deleted: %s", self._run.root, error)
+            if not self._has_logged_conflict:
+                logger.error("%s: old checkpoints are no longer deleted: %s", self._run.root, error)
+            self._has_logged_conflict = True
         except CloudCheckpointError as error:
             logger.error("%s: not all old checkpoints could be deleted: %s", self._run.root, error)
         except Exception:
@@ -355,14 +364,15 @@ class StepsInUse:
                 self._used[step] -= 1
 
     @contextlib.contextmanager
-    def deleted(self, steps: Iterable[int]) -> Iterator[list[int]]:
-        """Yields the steps that are not in use; their saves and loads wait until the block ends."""
+    def deleted(self, step: int) -> Iterator[bool]:
+        """Yields whether a step is unused; if so, its saves and loads wait until the block ends."""
         with self._changed:
-            free = [step for step in steps if not self._used[step]]
-            self._deleted.update(free)
+            is_free = not self._used[step]
+            if is_free:
+                self._deleted.add(step)
         try:
-            yield free
+            yield is_free
         finally:
             with self._changed:
-                self._deleted.difference_update(free)
+                self._deleted.discard(step)
                 self._changed.notify_all()
