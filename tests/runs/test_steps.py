@@ -16,6 +16,8 @@ PATTERNS = [
     "ckpt_{step:04}.d",
     "a{{b}}-{step}",
     "1-{step}-2",
+    "v9{step}9",
+    "10{step}0",
 ]
 
 

@@ -32,6 +32,8 @@ DEFAULT_PATTERN = "step-{step}"
 HIGHEST_STEP = 10**18 - 1
 """The highest valid step: steps have at most eighteen digits."""
 
+_EXAMPLE = 10**17  # digits that can't overlap with themselves, so any digits may surround them
+
 
 def check_step(step: int, name: str = "step") -> int:
     """Converts a step, given as the option ``name``, to a Python int; it may be of numpy or torch.
@@ -88,10 +90,10 @@ class StepNames:
         self.pattern = pattern
         example = "write a name with {step} in it once, such as 'step-{step}' or '{step:08d}'"
         try:
-            made = self._with(HIGHEST_STEP)
+            made = self._with(_EXAMPLE)
         except (ValueError, KeyError, IndexError, AttributeError, TypeError) as exc:
             raise ConfigError(f"step_name={pattern!r} is not a valid pattern: {example}") from exc
-        around = map(re.escape, made.partition(str(HIGHEST_STEP))[::2])
+        around = map(re.escape, made.partition(str(_EXAMPLE))[::2])
         self._pattern = re.compile("([0-9]+)".join(around))
         is_exact = all(self.step(self._with(step)) == step for step in (0, 7, HIGHEST_STEP))
         if not is_exact or "/" in made or "\\" in made:
