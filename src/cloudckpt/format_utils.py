@@ -61,7 +61,10 @@ class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
     The state dict alone determines what is loaded and how it is sharded.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True
+    ) -> None:
+        """Takes the arguments of torch's class; state dicts are always flattened."""
         super().__init__("")
 
     def set_up_planner(

@@ -235,7 +235,7 @@ def _reshard(uri, config, names, door, planner) -> None:
         state |= values
         reader = BroadcastingTorchSaveReader(uri, config=config)
         load = cloudckpt.load if door == "cloudckpt" else dcp.load
-        load(state, storage_reader=reader, planner=planner())
+        load(state, storage_reader=reader, planner=planner(flatten_state_dict=True))
         assert {key: state.pop(key) for key in values} == (PLAIN if values else {})
         check_local_parts(state, layout)
 
