@@ -98,7 +98,7 @@ class Save:
 
 
 class Saves:
-    """The list of a job's saves, in their order, from the newest committed one on.
+    """The saves of a job in their order, without settled ones before the newest committed one.
 
     Failures are counted at the same call on all ranks, so all ranks decide alike whether training
     goes on; a commit becomes known to each rank at another time.
@@ -145,7 +145,11 @@ class Saves:
         return made
 
     def end(self, save: Save, outcome: Outcome) -> None:
-        """Sets the outcome of a save under way; a commit drops earlier ones with an outcome."""
+        """Sets the outcome of a save under way.
+
+        A commit removes the earlier saves from the list, except those under way and those whose
+        failure was not reported yet.
+        """
         with self._lock:
             if save.outcome == "under way":
                 save.outcome = outcome
