@@ -2,8 +2,9 @@
 
 import collections
 import copy
+import pickle
 import threading
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -189,28 +190,8 @@ class Attributes(dict):
 class Frozen(dict):
     """A mapping that is its own copy, as immutable ones are."""
 
-    def __copy__(self):
-        return self
-
     def __deepcopy__(self, memo):
         return self
-
-
-class Wrapping(dict):
-    """A dict whose entries are elsewhere, where a shallow copy shares them."""
-
-    def __init__(self, **content):
-        super().__init__(content)
-        self._content = content
-
-    def __getitem__(self, key):
-        return self._content[key]
-
-    def __setitem__(self, key, value):
-        self._content[key] = value
-
-    def items(self):
-        return self._content.items()
 
 
 class FrozenList(list):
@@ -218,14 +199,20 @@ class FrozenList(list):
         return self
 
 
+class CopiedInPart(dict):
+    def __deepcopy__(self, memo):
+        return type(self)(self)
+
+
 def proxy(**content):
     return MappingProxyType(content)
 
 
-KINDS = [dict, OrderedDict, partial(defaultdict, list), Attributes]  # of which there are copies
+# of which there are copies; a copy of the factory would fail
+KINDS = [dict, OrderedDict, partial(defaultdict, ReadOnly().keys), UserDict, Attributes]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, Frozen, Wrapping, ReadOnly, proxy])
+@pytest.mark.parametrize("kind", [*KINDS, Frozen, CopiedInPart, ReadOnly, proxy])
 def test_what_is_in_a_mapping_is_copied_once_and_shares_memory_as_before(stager, kind):
     base, listed = numbered(100), {"n": [1]}
     content = {
@@ -251,6 +238,75 @@ def test_what_is_in_a_mapping_is_copied_once_and_shares_memory_as_before(stager,
     found["part"].fill_(7)
     assert staged["all"][10:20].eq(7).all()
     assert found["turned"][:, 1].eq(7).all()
+
+
+class Tracked(dict):
+    """Records its changes in an attribute, which a shallow copy would share."""
+
+    def __init__(self, **content):
+        super().__init__(content)
+        self.changes = []
+
+    def __setitem__(self, key, value):
+        self.changes.append(key)
+        super().__setitem__(key, value)
+
+
+class TrackedList(list):
+    def __init__(self, *entries):
+        super().__init__(entries)
+        self.changes = []
+
+    def append(self, value):
+        self.changes.append(value)
+        super().append(value)
+
+    def extend(self, values):
+        for value in values:
+            self.append(value)
+
+
+class FrozenTuple(tuple):
+    __slots__ = ()
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def with_attribute(container, value):
+    container.attribute = value
+    return container
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda inner: (with_attribute(Attributes(a=1), inner),),
+        lambda inner: with_attribute(TrackedList(1), inner),
+        lambda inner: Tracked(a=inner),
+        lambda inner: TrackedList(inner),
+        lambda inner: FrozenTuple([inner]),
+        lambda inner: (UserDict(a=inner),),
+    ],
+    ids=[
+        "attribute of a dict in a tuple",
+        "attribute of a list",
+        "dict that tracks changes",
+        "list that tracks changes",
+        "tuple that is its own copy",
+        "mapping in a tuple",
+    ],
+)
+def test_a_container_and_its_staged_copy_are_alike_and_neither_changes_the_other(stager, make):
+    inner = ["before"]
+    value = make(inner)
+    original = pickle.dumps(value)
+    staged = stager.stage({"x": value})["x"]
+    assert pickle.dumps(value) == original
+    inner.append("after")
+    assert [*map(type, (staged, *staged))] == [*map(type, (value, *value))]
+    assert b"before" in pickle.dumps(staged)
+    assert b"after" not in pickle.dumps(staged)
 
 
 Point = namedtuple("Point", "x y")

@@ -292,9 +292,11 @@ def test_a_stager_that_returns_no_state_dict_fails_the_save(local, is_future):
         mock.patch.object(stager, "stage", return_value=made),
         AsyncSaver(no_dist=True, stager=stager) as one,
     ):
-        error = one.save(filled(3, SMALL), local.writer()).written.exception(PATIENCE)
-    assert isinstance(error, StagingError)
-    assert "returned a NoneType: return a copy" in str(error)
+        save = one.save(filled(3, SMALL), local.writer())
+        for future in (save.staged, save.written):
+            error = future.exception(PATIENCE)
+            assert isinstance(error, StagingError)
+            assert "returned a NoneType: return a copy" in str(error)
     assert local.names() == []
 
 

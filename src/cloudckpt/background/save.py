@@ -104,11 +104,6 @@ class Save:
         """
         if self.failure is not None:
             raise self.failure
-        if self.copy is None and not isinstance(self.made, Mapping):
-            raise StagingError(  # nothing would be saved
-                f"the stager's stage() returned a {type(self.made).__name__}: return a copy of the "
-                "state dict, or a future of it"
-            )
         return api.ToSave(self.writer, self.planner)
 
     def fail(self, error: BaseException) -> None:
@@ -118,16 +113,20 @@ class Save:
             self.staged.set_exception(self.failure)
 
     def stage(self, made: dict[str, Any] | Future[dict[str, Any]]) -> None:
-        """Takes the copy that a custom stager has made, or is making."""
-        self.made = made
+        """Takes the copy that a custom stager has made, or is making.
+
+        Raises:
+            StagingError: If the stager returned anything but a mapping or a future.
+        """
         if not isinstance(made, Future):
+            self.made = _checked(made)
             self.staged.set_result(None)
             return
-        self.is_staged_in_background = True
+        self.made, self.is_staged_in_background = made, True
 
         def pass_on(done: Future[Any]) -> None:
             try:
-                done.result()
+                _checked(done.result())
             except BaseException as error:  # noqa: BLE001 - of a stager which has cancelled it, too
                 self.staged.set_exception(error)
             else:
@@ -235,7 +234,7 @@ class Save:
             concurrent.futures.wait([self.staged])
             if isinstance(self.made, Future):
                 try:
-                    self.made = self.made.result()
+                    self.made = _checked(self.made.result())
                 except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
                     self.fail(error)
             return carry_out(self), None
@@ -252,6 +251,20 @@ class Save:
         self.made = None
         if self.copy is not None:
             self.copy.release()
+
+
+def _checked(made: Any) -> dict[str, Any]:
+    """Returns a custom stager's copy, if it is a mapping: otherwise, nothing would be saved.
+
+    Raises:
+        StagingError: If it is not a mapping.
+    """
+    if not isinstance(made, Mapping):
+        raise StagingError(
+            f"the stager's stage() returned a {type(made).__name__}: return a copy of the state "
+            "dict, or a future of it"
+        )
+    return cast(dict[str, Any], made)
 
 
 def _as_ours(error: BaseException, where: str) -> CloudCheckpointError:

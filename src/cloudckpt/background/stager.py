@@ -464,8 +464,13 @@ class Layout:
         if id(value) not in memo:
             _, entries = self._entries.get(id(value), (None, []))
             copies = {key: self._copy(entry, memo, at) for key, at, entry in entries}
-            is_filled = isinstance(value, (Mapping, list))
-            memo[id(value)] = _filled(value, copies) if is_filled else _copied(value, memo, path)
+            if isinstance(value, collections.defaultdict):
+                # a copy of a method would copy its object, such as a whole model
+                memo[id(value.default_factory)] = value.default_factory
+            is_plain = type(value) in (dict, list)
+            memo[id(value)] = (
+                _plain(value, copies) if is_plain else _copied(value, memo, path, copies)
+            )
         return memo[id(value)]
 
     def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -535,7 +540,7 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
     """Copies a tensor outside of the arena, even if torch can't deep-copy its class."""
     alone = tensor if tensor.is_leaf else tensor.detach()
     try:
-        made: torch.Tensor = _copied(alone, memo, path)
+        made: torch.Tensor = _copied(alone, memo, path, {})
     except StagingError:
         if tensor.layout != torch.strided or not has_memory(tensor):
             raise
@@ -543,42 +548,41 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
     return made.requires_grad_() if tensor.requires_grad else made
 
 
-def _filled(container: Any, copies: dict[Any, Any]) -> Any:
-    """Returns a copy of a mapping or list with the copies of its entries, by key or index.
-
-    A class of its own is kept if it is a dict or list that can be copied; any other container
-    becomes the dict or list that it is saved as.
-    """
-    if isinstance(container, (dict, list)):
-        with contextlib.suppress(Exception):
-            made = copy.copy(container)
-            if made is not container:  # an immutable one
-                # not by its own method: what that changes may be shared with the original
-                put: Any = dict.__setitem__ if isinstance(made, dict) else list.__setitem__
-                for key, entry in copies.items():
-                    put(made, key, entry)
-                if all(made[key] is entry for key, entry in copies.items()):
-                    return made
-    if isinstance(container, Mapping):
-        return dict(container.items()) | copies
-    return [copies.get(index, entry) for index, entry in enumerate(container)]
+def _plain(container: Any, copies: dict[Any, Any]) -> Any:
+    """Returns the dict or list as which a mapping or list is saved, with the copied entries."""
+    made: Any = dict(container.items()) if isinstance(container, Mapping) else list(container)
+    for key, entry in copies.items():
+        made[key] = entry
+    return made
 
 
-def _copied(value: Any, memo: dict[int, Any], path: _Path) -> Any:
-    """Returns a deep copy of a value, with the copies of ``memo``, by the ``id`` of the original.
+def _copied(value: Any, memo: dict[int, Any], path: _Path, copies: dict[Any, Any]) -> Any:
+    """Returns a deep copy of a value, in which the copies of ``memo`` stand for their originals.
 
-    A value that can't be copied is pickled: torch pickles a tensor amid a graph, but does not copy
-    it.
+    A mapping or list that can't be copied, or whose copy has other entries, as that of an immutable
+    one may, becomes the dict or list that it is saved as. Any other value is then pickled: torch
+    pickles a tensor amid a graph, but does not copy it.
+
+    Args:
+        value: The value.
+        memo: The copies made before, by the ``id`` of the original.
+        path: The path of the value.
+        copies: The copies of a container's entries, by key or index.
 
     Raises:
-        StagingError: If neither works.
+        StagingError: If none of this works.
     """
     known = len(memo)
     try:
-        return copy.deepcopy(value, memo)
+        made = copy.deepcopy(value, memo)
+        if all(made[key] is entry for key, entry in copies.items()):
+            return made
+        raise TypeError("its copy does not have the copies of its entries")
     except Exception as exc:
         for key in list(memo)[known:]:  # partial results of the failed copy
             del memo[key]
+        if isinstance(value, (Mapping, list)):
+            return _plain(value, copies)
         with contextlib.suppress(Exception):
             torch.save(value, saved := io.BytesIO())
             saved.seek(0)
