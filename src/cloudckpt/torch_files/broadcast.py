@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import io
 import itertools
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,6 +43,7 @@ from cloudckpt.uri import CheckpointURI, URILike
 __all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
 
 _LOADING = "while it was loaded"
+_BATCH = 16 * 1024 * 1024  # bytes
 
 _Target = tuple[ReadItem, torch.Tensor]
 """A tensor of this rank, and the part of the whole tensor that it is filled with."""
@@ -67,9 +69,9 @@ class BroadcastingTorchSaveReader(OurReader):
     Use it with :class:`~cloudckpt.format_utils.DynamicMetaLoadPlanner` (or torch's), in
     ``cloudckpt.load`` or in ``torch.distributed.checkpoint.load``, to load the file into state
     dicts of any sharding. Besides their state, the reading rank needs host memory for the whole
-    file, and the other ranks for one tensor of it at a time.
+    file, and the other ranks for a batch of up to 16 MiB of it, or for one larger tensor.
 
-    If a rank fails, all ranks stop before the next tensors, and raise. All ranks of the default
+    If a rank fails, all ranks stop before the next batch, and raise. All ranks of the default
     process group must load.
 
     Attributes:
@@ -209,35 +211,35 @@ class BroadcastingTorchSaveReader(OurReader):
         return future
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Broadcasts one tensor after the other, each when all ranks are ready for it."""
+        """Broadcasts the tensors in batches, each when all ranks are ready for it."""
         meeting = Meeting.of(None, no_dist=script.world == 1)
         device = "cpu" if meeting.group is None else device_for_collectives(meeting.group)
         targets = meeting.begin(lambda: self._targets(script, plan, planner), during=_LOADING)
         last: dict[str, torch.Tensor] = {}
 
-        def fill_last() -> None:
-            """Fills this rank's parts of the tensor that was broadcast last, and releases it."""
+        def make_room(names: Iterable[str]) -> dict[str, torch.Tensor]:
+            """Fills this rank's parts of the last batch, and returns tensors for the next one."""
             for fqn, whole in last.items():
                 for item, tensor in targets.get(fqn, ()):
                     copy_into(tensor, whole[_region(item)])
-            last.clear()
-
-        def make_room(fqn: str) -> torch.Tensor:
-            fill_last()  # before there is room for the next
-            return self._room(fqn, *script.tensors[fqn], device)
-
-        for fqn in script.tensors:
-            last[fqn] = meeting.begin(functools.partial(make_room, fqn), during=_LOADING)
-            if meeting.group is not None and last[fqn].numel():
-                whole = last[fqn].reshape(-1).view(torch.uint8)
-                dist.broadcast(whole, src=self.coordinator_rank)
                 del whole
-        meeting.begin(fill_last, during=_LOADING)
+            last.clear()  # before there is room for the next
+            return {fqn: self._room(fqn, *script.tensors[fqn], device) for fqn in names}
+
+        for names in (*_batches(script.tensors), ()):  # the last one only fills
+            last = meeting.begin(functools.partial(make_room, names), during=_LOADING)
+            if meeting.group is not None:
+                self._broadcast(last)
         for item, tensor in itertools.chain.from_iterable(targets.values()):
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(script.values[item.storage_index.fqn]))
+
+    def _broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for whole in tensors.values():
+            if whole.numel():
+                dist.broadcast(whole.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
 
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
@@ -281,6 +283,20 @@ class BroadcastingTorchSaveReader(OurReader):
         types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
         check_types(conversions(tensors, types.get), str(self._uri), logs=bool(self._content))
         return targets
+
+
+def _batches(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[list[str]]:
+    """Yields the names of tensors for which ranks meet once: up to 16 MiB, or a larger one."""
+    names, total = list[str](), 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if names and total + nbytes > _BATCH:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += nbytes
+    if names:
+        yield names
 
 
 def _region(item: ReadItem) -> tuple[slice, ...]:
