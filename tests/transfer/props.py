@@ -52,7 +52,7 @@ def transfer(kind, store, *given, produce, width=4, policy=AT_ONCE, **options):
     return made, stats.snapshot()
 
 
-def send(store, pieces, *, end=None, **options):
+def send(store, pieces, *, end=None, kind=ObjectUpload, **options):
     """Uploads an object of these pieces in parts of a thousand bytes."""
 
     def produce(upload):
@@ -60,7 +60,7 @@ def send(store, pieces, *, end=None, **options):
             upload.write(piece)
         upload.close(end)
 
-    return transfer(ObjectUpload, store, KEY, PART, produce=produce, **options)
+    return transfer(kind, store, KEY, PART, produce=produce, **options)
 
 
 class Crowd:

@@ -28,7 +28,7 @@ from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.parts import PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import put_whole
+from cloudckpt.transfer.upload import NamedUpload, ObjectUpload, put_whole
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
 from transfer.props import AT_ONCE, KEY, PART, Crowd, cut, held, put, send, some_bytes
@@ -182,6 +182,20 @@ def test_an_upload_whose_beginning_was_lost_leaves_no_twin(store, fails):
     else:
         send(store, pieces_of(some_bytes(2500), 700))
         assert held(store.inner) == [KEY]
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"), [(ObjectUpload, "cloudckpt sweep"), (NamedUpload, "a lifecycle rule")]
+)
+def test_what_aborts_an_upload_that_stays_is_named(store, kind, advice, caplog):
+    """Of the uploads of keys that users have chosen, sweep deletes none in a bucket."""
+    store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
+    store.fail("put_part", AccessDeniedError, calls=[2])
+    store.fail("abort_upload", AccessDeniedError)
+    with pytest.raises(AccessDeniedError):
+        send(store, pieces_of(some_bytes(2500), 700), kind=kind)
+    assert caplog.messages
+    assert all(advice in text for text in caplog.messages)
 
 
 # failures

@@ -34,6 +34,12 @@ __all__ = ["NamedUpload", "ObjectUpload", "clear_away", "creates_only", "put_who
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
 
+_SWEEP_ABORTS = "cloudckpt sweep aborts it later"
+_RULE_ABORTS = (
+    "a lifecycle rule of the bucket for incomplete uploads aborts it later, if there is one; on a "
+    "disk, cloudckpt sweep does"
+)
+
 
 class ObjectUpload:
     """An upload of one object.
@@ -50,6 +56,8 @@ class ObjectUpload:
             having confirmed it.
         algorithm: The algorithm of the checksums that are sent.
     """
+
+    _leftover_advice = _SWEEP_ABORTS
 
     def __init__(
         self,
@@ -147,7 +155,7 @@ class ObjectUpload:
     def abort(self) -> None:
         """Aborts the upload unless it is complete; an object at the key stays."""
         if self._upload is not None and self.info is None:
-            _abort(self._store, self._upload, self._retrier.policy)
+            _abort(self._store, self._upload, self._retrier.policy, self._leftover_advice)
         if self._may_have_twin:
             self._abort_twins()
 
@@ -295,9 +303,8 @@ class ObjectUpload:
             is_gone = isinstance(error, ObjectNotFoundError)
             info = self._retrier.wait_for(look) if is_gone else look()
             if info is not None:
-                _abort(
-                    self._store, upload, self._retrier.policy
-                )  # discards leftovers of the upload
+                # discards leftovers of the upload
+                _abort(self._store, upload, self._retrier.policy, self._leftover_advice)
             self.is_doubtful = info is None
             return info
 
@@ -319,6 +326,8 @@ class ObjectUpload:
 class NamedUpload(ObjectUpload):
     """An upload to a key that the user chose, where other programs may write as well."""
 
+    _leftover_advice = _RULE_ABORTS
+
     def abandon(self) -> None:
         """Aborts the upload; an object at the key, and other uploads to it, stay."""
         self.abort()
@@ -326,20 +335,17 @@ class NamedUpload(ObjectUpload):
     def _abort_twins(self) -> None:
         logger.warning(
             "%s: the store did not answer the request to begin an upload, so an empty one may be "
-            "left: run cloudckpt sweep to abort it",
+            "left: %s",
             self._store.uri(self.key),
+            self._leftover_advice,
         )
 
 
-def _abort(store: ObjectStore, upload: Upload, policy: RetryPolicy) -> None:
+def _abort(store: ObjectStore, upload: Upload, policy: RetryPolicy, advice: str) -> None:
     try:
         Retrier.for_cleanup(policy).call(lambda: store.abort_upload(upload))
     except CloudCheckpointError as error:
-        logger.warning(
-            "an unfinished multipart upload could not be aborted: %s; cloudckpt sweep aborts "
-            "it later",
-            error,
-        )
+        logger.warning("an unfinished multipart upload could not be aborted: %s; %s", error, advice)
 
 
 def _abort_all(
@@ -349,7 +355,7 @@ def _abort_all(
     try:
         for upload in store.list_uploads(key, Retrier.for_cleanup(policy).call):
             if upload.key == key and upload.id not in apart_from:
-                _abort(store, upload, policy)
+                _abort(store, upload, policy, _SWEEP_ABORTS)
     except CloudCheckpointError as error:
         logger.warning(
             "unfinished multipart uploads could not be listed, so some are not aborted: %s; "
