@@ -7,6 +7,8 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt.hf
 from cloudckpt.dcp.save_plan import CloudSavePlanner
@@ -187,6 +189,15 @@ def test_what_a_writer_has_begun_is_gone_if_a_save_fails_elsewhere(s3) -> None:
     writer, state = SafetensorsWriter(place.uri, config=place.config), {"w": torch.ones(3_000_000)}
     with pytest.raises(RanksFailedError, match="this planner can't"):
         cloudckpt.save(state, storage_writer=writer, planner=_Failing(), no_dist=True)
+    assert place.names() == place.unfinished() == []
+
+
+def test_uploads_are_aborted_if_torch_saves_and_one_can_not_be_begun(s3) -> None:
+    place = s3.having(part_size=5 * 1024**2, connections=1)
+    state = {name: torch.ones(2_000_000) for name in "ab"}
+    writer = SafetensorsWriter(place.uri, max_shard_size="8MB", config=place.config)
+    with _failing("create_upload", calls=[2]), pytest.raises(CheckpointException):
+        dcp.save(state, storage_writer=writer, no_dist=True)
     assert place.names() == place.unfinished() == []
 
 

@@ -136,8 +136,8 @@ class SafetensorsWriter(OurWriter):
 
     Pass it to ``cloudckpt.save`` or torch's functions as ``storage_writer``; :func:`save` has the
     contract. The files become visible when all of them are complete, and then the index. If a save
-    by torch's own functions fails, the store keeps invisible parts, which ``cloudckpt.sweep``
-    deletes.
+    by torch's own functions fails, the store keeps invisible parts, until a lifecycle rule of the
+    bucket deletes them; on a disk, ``cloudckpt.sweep`` does.
 
     Attributes:
         transferred: The bytes and requests that this rank sent in the last save.
@@ -240,7 +240,11 @@ class SafetensorsWriter(OurWriter):
         sizes, work = plan_work(
             files, len(plans), self.config, limits, by_position=not self.uri.is_cloud
         )
-        uploads = commit.begin(sizes)
+        try:
+            uploads = commit.begin(sizes)
+        except BaseException:
+            self.discard()
+            raise
         return [
             dataclasses.replace(plan, storage_data=_Task(len(plans), own, uploads))
             for plan, own in zip(plans, work, strict=True)
