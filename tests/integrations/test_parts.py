@@ -13,6 +13,7 @@ from cloudckpt.errors import AccessDeniedError
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
     Parts,
+    map_files,
     map_files_of_ranks,
     pickle_values,
     random_state,
@@ -113,6 +114,25 @@ def test_random_generators_go_on_as_they_were() -> None:
     assert drawn() != expected
     set_random_state(state)
     assert drawn() == expected
+
+
+def _map_shared_files(folder: Path) -> None:
+    mapped, from_file = [], torch.from_file
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            torch,
+            "from_file",
+            lambda path, **options: mapped.append(path) or from_file(path, **options),
+        )
+        files = map_files(str(folder), Meeting.of(None, False))
+    assert [*files] == ["a" if dist.get_rank() == 0 else "b"]
+    assert mapped == [str(folder / name) for name in files]
+
+
+def test_each_rank_maps_its_share_of_the_files_of_a_folder(ranks, tmp_path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    ranks(2, _map_shared_files, tmp_path)
 
 
 def _write_files(folder: Path) -> None:

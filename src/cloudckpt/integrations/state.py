@@ -305,15 +305,16 @@ def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
         ConfigError: If no rank has a file in the folder.
         CloudCheckpointError: If a rank can't read its folder.
     """
-    files = meeting.begin(lambda: _map_folder(folder))
-    sizes = meeting.gathered(lambda: {name: content.nbytes for name, content in files.items()})
+    sizes = meeting.gathered(lambda: _sizes(folder), during="")
     if not any(sizes):
         raise ConfigError(
             f"no files were written to {folder}, so there is nothing to save: check the "
             "callback or hook that writes them"
         )
     owners = _owners(sizes)
-    return {name: content for name, content in files.items() if owners[name] == meeting.rank}
+    seen = sizes[meeting.rank].items()
+    own = {name: size for name, size in seen if owners[name] == meeting.rank}
+    return meeting.begin(lambda: _map_files_of_sizes(folder, own))
 
 
 def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
@@ -355,19 +356,24 @@ def map_files_of_ranks(
     Raises:
         CloudCheckpointError: If a rank can't read its folder.
     """
-    files = meeting.begin(lambda: _map_folder(folder))
+    files = meeting.begin(lambda: _map_files_of_sizes(folder, _sizes(folder)))
     checksums = {name: CRC32C.of(bytes_of(content)) for name, content in files.items()}
     of_first = meeting.from_first(checksums)
     own = {name: files[name] for name in files if of_first.get(name) != checksums[name]}
     return (files if meeting.rank == 0 else {}), own
 
 
-def _map_folder(folder: str) -> dict[str, torch.Tensor]:
-    """Maps each file beneath a folder, by its path in the folder."""
+def _sizes(folder: str) -> dict[str, int]:
+    """Returns the size in bytes of each file beneath a folder, by its path in the folder."""
     paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    return {os.path.relpath(path, folder): os.path.getsize(path) for path in paths}
+
+
+def _map_files_of_sizes(folder: str, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Maps files in a folder, given their sizes by their paths in the folder."""
     return {
-        os.path.relpath(path, folder): _map_file(path, os.path.getsize(path), shared=False)
-        for path in paths
+        name: _map_file(os.path.join(folder, name), size, shared=False)
+        for name, size in sizes.items()
     }
 
 
