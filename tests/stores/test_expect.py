@@ -15,6 +15,7 @@ BODY = bytes(range(256)) * (4 * MIB // 256)
 BUSY = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n"
 DONE = b'HTTP/1.1 201 Created\r\nETag: "tag"\r\nContent-Length: 0\r\n\r\n'
 GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
+INTERIM = b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
 UNKNOWN = b"HTTP/1.1 417 Expectation Failed\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -23,6 +24,7 @@ class Server(socketserver.ThreadingTCPServer):
 
     Attributes:
         at_once: What is sent behind the headers.
+        alone: The bytes of it that are sent before the rest.
         at_last: What is sent behind the body.
         expected: The value of Expect of each request.
         received: The bytes of each body.
@@ -34,7 +36,7 @@ class Server(socketserver.ThreadingTCPServer):
     def __init__(self, tls=None) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.tls = tls
-        self.at_once, self.at_last = b"", DONE
+        self.at_once, self.at_last, self.alone = b"", DONE, 0
         self.expected: list[str] = []
         self.received: list[int] = []
         self.heard = threading.Condition()
@@ -67,7 +69,10 @@ class Handler(socketserver.StreamRequestHandler):
             self.server.expected.append(headers.get("expect", ""))
             said = self.server.at_once if headers.get("expect") else b""
             said = BUSY if self.server.at_once == BUSY else said
-            self.wfile.write(said)
+            if self.server.alone:
+                self.wfile.write(said[: self.server.alone])
+                time.sleep(0.1)
+            self.wfile.write(said[self.server.alone :])
             left, count = int(headers.get("content-length", 0)), 0
             while left and (data := self.rfile.read1(min(left, 65536))):
                 left, count = left - len(data), count + len(data)
@@ -125,9 +130,12 @@ def busy_send(send, served):
     return send
 
 
-def test_in_good_weather_nothing_is_asked(send, served):
-    assert send().size == len(BODY)
-    assert served.expected == [""]
+@pytest.mark.parametrize("interim", [b"", INTERIM], ids=["at once", "after interim answers"])
+def test_in_good_weather_nothing_is_asked(send, served, interim):
+    served.at_last = interim + DONE
+    for _ in range(2):
+        assert send().size == len(BODY)
+    assert served.expected == ["", ""]
 
 
 @in_all_ways
@@ -140,8 +148,13 @@ def test_a_part_that_is_refused_by_its_headers_is_not_sent(busy_send, served):
 
 
 @in_all_ways
-def test_a_part_is_sent_when_the_server_says_so(busy_send, served):
-    served.at_once = GO_ON
+@pytest.mark.parametrize(
+    ("go_on", "alone"),
+    [(GO_ON, 0), (GO_ON, 1), (INTERIM + GO_ON, 0), (INTERIM + GO_ON, 70)],
+    ids=["whole", "in pieces", "after others", "after others, in pieces"],
+)
+def test_a_part_is_sent_when_the_server_says_so(busy_send, served, go_on, alone):
+    served.at_once, served.alone = go_on, alone
     for _ in range(2):
         assert busy_send().size == len(BODY)
     assert served.counted(3)[1:] == [len(BODY)] * 2

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from cloudckpt.errors import ConfigError, ConnectionLostError, TLSError
 from cloudckpt.stores.http import client as module
 from cloudckpt.stores.http import connections as watch
+from cloudckpt.stores.http.expect import EXPECT
 from support.emulators import free_port
 from support.reading import get, lost
 
@@ -218,6 +219,9 @@ def test_what_came_before_a_stall_is_not_forgotten(server, impatient):
     error, came = lost(impatient, server.url, len(data))
     assert "stalled" in f"{error}{error.__cause__}"
     assert came == data[:-1000]
+    server.answer(status=400, body=b"<Code>ExpiredToken</Code>", size=1000)
+    with impatient.send("GET", server.url, {}) as reply:
+        assert reply.read_refusal() == b"<Code>ExpiredToken</Code>"
 
 
 def test_after_a_stall_the_next_request_gets_a_new_connection(server, impatient):
@@ -436,14 +440,18 @@ def test_a_proxy_that_can_not_be_used_is_named_without_its_password(open_client,
 
 
 @contextlib.contextmanager
-def listening(serve):
-    """The port of a server that does something with one connection, and has done so at the end."""
+def listening(serve, times=1):
+    """The port of a server that does something with each of its connections, one at a time.
+
+    It has done so `times` times at the end.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def accept():
-            connection, _ = listener.accept()
-            with connection:
-                serve(connection)
+            for _ in range(times):
+                connection, _ = listener.accept()
+                with connection:
+                    serve(connection)
 
         thread = threading.Thread(target=accept, daemon=True)
         thread.start()
@@ -464,6 +472,48 @@ def test_a_proxy_that_drips_its_answer_is_given_up(open_client):
         stack.callback(over.set)
         client = open_client(proxy=f"http://127.0.0.1:{port}", connect_timeout=0.2)
         failure(client, "https://bucket.example/key", match="connect_timeout")
+
+
+def ask_first(client, url, progress=None):
+    """Sends 2 MiB, which the server must ask for."""
+    headers = {"Content-Length": str(2 * MIB), **EXPECT}
+    with client.send("PUT", url, headers, [memoryview(bytes(2 * MIB))], progress) as reply:
+        return reply.status
+
+
+def test_a_tunnel_that_was_closed_after_an_upload_is_made_again(open_client, tls_context):
+    closed = threading.Semaphore(0)
+
+    def tunnel(connection):
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        with tls_context.wrap_socket(connection, server_side=True) as store:
+            store.recv(65536)
+            store.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            left = 2 * MIB
+            while left:
+                left -= len(store.recv(left))
+            store.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        closed.release()
+
+    with listening(tunnel, times=2) as port:
+        client = open_client(proxy=f"http://127.0.0.1:{port}")
+        for _ in range(2):
+            assert ask_first(client, "https://127.0.0.1:1/key") == 200
+            closed.acquire()
+
+
+def test_a_connection_is_closed_at_once_when_a_body_that_was_asked_for_can_not_be_sent(client):
+    def agree(connection):
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(65536):
+                pass
+
+    with listening(agree) as port, pytest.raises(ZeroDivisionError) as caught:
+        ask_first(client, f"http://127.0.0.1:{port}/key", lambda count: 1 / 0)
+    assert caught  # and with it what was under way: the collector can't have closed the connection
 
 
 @pytest.mark.parametrize(

@@ -258,9 +258,9 @@ class Reply:
             while len(data) < limit:
                 with self._watch.step(self._sock, counter=Counter.RECEIVED):
                     piece = read(limit - len(data))
+                    data += piece  # here: the step may end in an error
                 if not piece:
                     break
-                data += piece
                 if time.monotonic() > end:
                     raise TimeoutError(f"the body took more than {self._longest:.0f} s")
         except _BROKEN as exc:

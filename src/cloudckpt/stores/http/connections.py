@@ -26,7 +26,7 @@ import urllib3
 import urllib3.connection
 from urllib3.util.ssltransport import SSLTransport
 
-from cloudckpt.stores.http.expect import early_response
+from cloudckpt.stores.http.expect import Response, early_response
 from cloudckpt.waiting import Waiting, current
 
 if TYPE_CHECKING:
@@ -363,14 +363,16 @@ class WatchedConnection(http.client.HTTPConnection):
     raw_sock: socket.socket | None = None
 
     def close(self) -> None:
-        """Closes the connection, and its last response if there is one.
+        """Closes the connection, its last response, and a response that has begun.
 
         Such a response would keep the socket open: the connection forgets its socket if the
         response ends with it, and also if the watch cut the headers off.
         """
         super().close()
-        if self.raw_response is not None:
-            self.raw_response.close()
+        early, self.early = self.early, None
+        for response in (early, self.raw_response):
+            if response is not None:
+                response.close()
 
 
 class _Sending(WatchedConnection):
@@ -403,10 +405,14 @@ class _Sending(WatchedConnection):
             if self.is_spent:  # BrokenPipeError makes urllib3 read the response
                 raise BrokenPipeError(errno.EPIPE, "the server answered before the body was sent")
 
-    def getresponse(self) -> http.client.HTTPResponse:
+    def response_class(  # type: ignore[override]
+        self, sock: socket.socket, debuglevel: int = 0, method: str | None = None
+    ) -> http.client.HTTPResponse:
+        """Returns the object that reads the next response, which may have begun."""
         early, self.early = self.early, None
-        new: Any = http.client.HTTPResponse if early is None else lambda *_, **__: early
-        self.response_class = new
+        return Response(sock, debuglevel, method) if early is None else early
+
+    def getresponse(self) -> http.client.HTTPResponse:
         self.raw_sock = self.sock  # super() drops it if the server closes the connection
         if self.sock is not None:
             self.sock.settimeout(None)  # urllib3 has set a timeout
@@ -439,7 +445,7 @@ class _Connecting(WatchedConnection):
             if self.proxy_config is not None:
                 self.proxy_config = self.proxy_config._replace(ssl_context=self.ssl_context)
         self.calls[threading.get_ident()].connection = self
-        self.connecting, self.is_spent, self.early = True, False, None
+        self.connecting, self.is_spent = True, False
         try:
             with self.watch.step(self, late, self.connect_limit):
                 super().connect()

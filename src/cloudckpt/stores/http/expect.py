@@ -11,7 +11,7 @@ from __future__ import annotations
 import http.client
 import socket
 
-__all__ = ["EXPECT", "early_response"]
+__all__ = ["EXPECT", "Response", "early_response"]
 
 EXPECT = {"Expect": "100-continue"}
 """The header that asks the server before the body is sent."""
@@ -20,14 +20,24 @@ _PATIENCE = 1.0  # seconds; curl waits as long
 _INTERIM = (b"HTTP/1.1 1", b"HTTP/1.0 1")
 
 
-def early_response(sock: socket.socket) -> tuple[http.client.HTTPResponse | None, bool]:
+class Response(http.client.HTTPResponse):
+    """A response after any interim ones (1xx); the standard library skips only 100."""
+
+    def begin(self) -> None:
+        super().begin()
+        while self.status < 200:
+            self.headers = self.msg = None  # type: ignore[assignment]  # begin() reads on
+            super().begin()
+
+
+def early_response(sock: socket.socket) -> tuple[Response | None, bool]:
     """Waits up to a second for the server's response to headers whose body was not sent yet.
 
     Returns:
         The response, or None if none has begun: use this object to read it, as its buffer has the
-        first bytes; and whether the response is final, so that the body must not be sent.
+        first bytes; and whether it is certainly final, so that the body must not be sent.
     """
-    response = http.client.HTTPResponse(sock)
+    response = Response(sock)
     # not the overridden settimeout, which does nothing on a watched socket
     socket.socket.settimeout(sock, _PATIENCE)
     try:
@@ -39,4 +49,6 @@ def early_response(sock: socket.socket) -> tuple[http.client.HTTPResponse | None
     if not beginning:
         response.close()
         return None, False
-    return response, not beginning.startswith(_INTERIM)
+    # the first bytes may arrive alone
+    seen = beginning[: len(_INTERIM[0])]
+    return response, not any(interim.startswith(seen) for interim in _INTERIM)
