@@ -32,6 +32,7 @@ def test_the_scheme_chooses_the_store(location, kind):
     ("scheme", "extra", "module"),
     [
         ("s3", "s3", "boto3"),
+        ("s3", "s3", "botocore"),
         ("gs", "gcs", "google.auth"),
         ("az", "azure", "azure.storage.blob"),
         ("az", "azure", "azure.identity"),

@@ -10,27 +10,21 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import boto3
+import botocore.exceptions
+import botocore.session
 import urllib3
+from botocore import UNSIGNED
+from botocore.awsrequest import AWSResponse
+from botocore.config import Config as BotoConfig
+from botocore.httpsession import get_cert_path
+from botocore.utils import get_environ_proxies
 
 from cloudckpt._version import __version__
 from cloudckpt.config import Config, S3Options
-from cloudckpt.errors import ConfigError, MissingDependencyError
+from cloudckpt.errors import ConfigError
 from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.redaction import raise_without_context, reason
-
-try:
-    import boto3
-    import botocore.exceptions
-    import botocore.session
-    from botocore import UNSIGNED
-    from botocore.awsrequest import AWSResponse
-    from botocore.config import Config as BotoConfig
-    from botocore.httpsession import get_cert_path
-    from botocore.utils import get_environ_proxies
-except ImportError as exc:
-    raise MissingDependencyError(
-        "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
-    ) from exc
 
 __all__ = [
     "amazon_suffix",
