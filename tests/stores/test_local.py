@@ -207,6 +207,7 @@ def test_a_folder_is_made_in_one_that_may_be_written_to_but_not_listed(
         (errno.EDQUOT, StorageFullError),
         (errno.EACCES, AccessDeniedError),
         (errno.EPERM, AccessDeniedError),
+        (errno.EAGAIN, InvalidRequestError),
         (errno.EIO, InvalidRequestError),
         (errno.EROFS, InvalidRequestError),
     ],
@@ -218,6 +219,7 @@ def test_the_errors_of_the_file_system_have_names(store, tmp_path, monkeypatch, 
     assert type(caught.value) is expected
     assert caught.value.uri == (tmp_path / "an object").as_uri()
     assert os.strerror(number) in str(caught.value)
+    assert "another writer" not in str(caught.value)
     assert files_below(tmp_path) == []
 
 
@@ -304,8 +306,9 @@ def test_a_lock_that_is_never_released_is_an_error(store, tmp_path, monkeypatch)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        with pytest.raises(StoreError, match="another writer"):
+        with pytest.raises(InvalidRequestError, match="another writer") as caught:
             put(store, tmp_path / "object", b"data")
+        assert (caught.value.uri, caught.value.certain) == (tmp_path.as_uri(), True)
         assert files_below(tmp_path) == []
     finally:
         os.close(held)

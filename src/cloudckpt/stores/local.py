@@ -60,12 +60,6 @@ __all__ = ["LocalStore"]
 # error codes after which the operation was certainly not carried out
 _NOT_TAKEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EXDEV}
 _NOT_TAKEN |= {errno.EMLINK, errno.ENOSPC, errno.EDQUOT}
-_LIMIT = "the process or the machine has too many open files; raise the limit (ulimit -n)"
-_TEXTS = {
-    errno.EMFILE: _LIMIT,
-    errno.ENFILE: _LIMIT,
-    errno.EAGAIN: "another writer has held the lock of this folder for a minute; is it suspended?",
-}
 _MOST_DELETIONS = 100  # attempts to create a file while other processes delete its folder
 _MOST_BUFFERS = 512  # buffers per system call; below IOV_MAX of every POSIX system in use
 
@@ -457,8 +451,11 @@ class LocalStore(ObjectStore):
                     cause=exc,
                     certain=True,
                 ) from exc
+            has_limit = exc.errno in (errno.EMFILE, errno.ENFILE)
             raise InvalidRequestError(
-                _TEXTS.get(exc.errno or 0, "the file system refused the operation; see the cause"),
+                "the process or the machine has too many open files; raise the limit (ulimit -n)"
+                if has_limit
+                else "the file system refused the operation; see the cause",
                 uri=self.uri(key),
                 cause=exc,
                 certain=True,

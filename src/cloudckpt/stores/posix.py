@@ -154,8 +154,8 @@ def locked(folder: Path) -> Iterator[None]:
     """Holds an exclusive lock on `folder` (flock); new entries of the folder are on disk on exit.
 
     Raises:
-        BlockingIOError: If another writer holds the lock for `_LOCK_PATIENCE` seconds.
-        InvalidRequestError: If the file system has no locks.
+        InvalidRequestError: If another writer holds the lock for `_LOCK_PATIENCE` seconds, or the
+            file system has no locks.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -164,9 +164,15 @@ def locked(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
+            except BlockingIOError as exc:
                 if time.monotonic() > deadline:
-                    raise
+                    raise InvalidRequestError(
+                        f"another writer has held the lock of this folder for {_LOCK_PATIENCE:g} s "
+                        "(flock); is it suspended?",
+                        uri=folder.as_uri(),
+                        cause=exc,
+                        certain=True,
+                    ) from exc
                 time.sleep(0.005)
             except OSError as exc:
                 if exc.errno not in {errno.ENOLCK, *UNKNOWN_STEP}:
