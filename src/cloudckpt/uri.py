@@ -24,10 +24,15 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 _SWALLOWED_SLASH = re.compile(r"^(https|file):/(?!/)", re.IGNORECASE)
 _FOREIGN = {  # schemes of other tools, and what to write instead
     "gcs": "write gs://bucket/path",
+    "local": "write file:///path",
     **dict.fromkeys(("s3a", "s3n"), "write s3://bucket/path"),
     "azure": "write az://container/path",
     **dict.fromkeys(("wasb", "wasbs"), "write abfss://container@account.dfs.core.windows.net/path"),
     "dbfs": "on Databricks that is /dbfs/path, or better a volume, /Volumes/path",
+    **dict.fromkeys(
+        ("hdfs", "webhdfs", "viewfs", "nfs", "sftp", "ssh", "smb"),
+        "mount it, by NFS or FUSE, and write the path of the folder",
+    ),
     **dict.fromkeys(
         ("b2", "ceph", "cos", "cosn", "minio", "obs", "oss", "r2"),
         "write s3://bucket/path, and set AWS_ENDPOINT_URL_S3 to the URL of the service",
