@@ -35,14 +35,16 @@ def stuck(monkeypatch) -> threading.Event:
     return now
 
 
-def test_a_save_behind_a_stuck_one_is_skipped_and_the_one_behind_its_end_is_saved(
+def test_saves_behind_a_stuck_one_are_skipped_and_the_one_behind_its_end_is_saved(
     local, gate, stuck, caplog
 ) -> None:
-    with saver() as one:
+    with saver() as one, ThreadPoolExecutor(1) as thread:
         first = begin(one, 1, local.at("1"), planner=gate)
         gate.wait()
+        waits = thread.submit(begin, one, 2, local.at("2"))
+        assert not concurrent.futures.wait([waits], 0.3).done
         stuck.set()
-        skipped = [begin(one, step, local.at(str(step))) for step in (2, 3)]
+        skipped = [waits.result(PATIENCE), begin(one, 3, local.at("3"))]
         assert [(future.skipped, future.result(0)) for future in skipped] == [(True, None)] * 2
         gate.open()
         assert first.result(PATIENCE) is not None
@@ -50,18 +52,6 @@ def test_a_save_behind_a_stuck_one_is_skipped_and_the_one_behind_its_end_is_save
     assert [step_at(local.at(step)) for step in ("1", "4")] == [1, 4]
     assert local.at("2").names() == local.at("3").names() == []
     assert caplog.text.count(f"{local.at('2').uri} was skipped") == 1
-
-
-def test_a_wait_ends_when_the_save_before_gets_stuck(local, gate, stuck) -> None:
-    with saver() as one, ThreadPoolExecutor(1) as thread:
-        begin(one, 1, local.at("1"), planner=gate)
-        gate.wait()
-        second = thread.submit(begin, one, 2, local.at("2"))
-        assert not concurrent.futures.wait([second], 0.3).done
-        stuck.set()
-        assert second.result(PATIENCE).skipped
-        gate.open()
-    assert step_at(local.at("1")) == 1
 
 
 def _on_ranks(place, folder):

@@ -14,7 +14,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from support.emulators import free_port
-from support.wire.faults import Call, Reset, Respond
+from support.wire.faults import Call, Reset, Respond, s3_error
 
 from .refusals import GATEWAYS, AnswerFirst, Refusal
 from .selection import everywhere, on
@@ -109,10 +109,37 @@ class TestDoubtfulCommits:
         assert store.objects() == before
 
 
-AZURE_WRITES = {
+WRITES = {
     **{step: STEPS[step] for step in ("complete", "commit")},
     "whole": ("PutObject", "*/__0_0.*", SMALL, 0),
 }
+S3_REFUSALS = {
+    "locked": (403, "AccessDenied"),  # Object Lock, as AWS answers
+    "write-once": (400, "ObjectLocked"),  # as MinIO does
+    "exists": (412, "PreconditionFailed"),
+    "conflict": (409, "ConditionalRequestConflict"),
+    "gone": (404, "NoSuchUpload"),
+}
+
+
+@pytest.mark.parametrize("checksum", ["on", "off"])
+@pytest.mark.parametrize(
+    ("step", "refusal"),
+    [
+        *(("complete", refusal) for refusal in S3_REFUSALS),
+        *(("whole", "locked"), ("whole", "conflict"), ("commit", "exists")),
+    ],
+)
+def test_a_write_whose_answer_was_lost_is_found_by_its_refused_repetition(
+    store, proxy, shaky, direct, step, refusal, checksum
+):
+    operation, path, nbytes, _ = WRITES[step]
+    uri, config = store.uri("run/new"), dataclasses.replace(shaky, checksum=checksum)
+    proxy.inject(Reset("answer"), operation=operation, path=path, times=1)
+    refused = proxy.inject(s3_error(*S3_REFUSALS[refusal]), operation=operation, path=path)
+    cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=config)
+    assert refused.injected
+    assert load_step(uri, direct, nbytes) == 1
 
 
 @pytest.fixture
@@ -127,11 +154,11 @@ def as_azure(store, shaky):
 
 @on("azure")
 @pytest.mark.usefixtures("as_azure")
-@pytest.mark.parametrize("step", AZURE_WRITES)
+@pytest.mark.parametrize("step", WRITES)
 def test_a_write_that_arrives_twice_is_one_though_azurite_refuses_the_second(
     store, proxy, shaky, direct, step
 ):
-    operation, path, nbytes, _ = AZURE_WRITES[step]
+    operation, path, nbytes, _ = WRITES[step]
     uri = store.uri("run/new")
     proxy.inject(Reset("answer"), operation=operation, path=path, times=1)
     cloudckpt.save(filled(1, nbytes), checkpoint_id=uri, config=shaky)
@@ -149,7 +176,7 @@ def test_a_write_that_arrives_twice_is_one_though_azurite_refuses_the_second(
 @pytest.mark.parametrize(("step", "size"), [("complete", 7), ("whole", 7), ("whole", None)])
 def test_a_blob_of_somebody_else_is_not_taken_for_our_own(store, proxy, shaky, step, size):
     """Keys are random, so nobody else has them; who has put something there keeps it."""
-    operation, path, nbytes, _ = AZURE_WRITES[step]
+    operation, path, nbytes, _ = WRITES[step]
     proxy.inject(Reset("request"), operation=operation, path=path, times=1)
 
     def intrude(request):

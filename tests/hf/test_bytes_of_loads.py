@@ -38,17 +38,14 @@ def _load(place, layout) -> int:
         stores.append(Counting(opened["file"]()(uri, config)))
         return stores[-1]
 
-    registry._OPENERS = {"file": lambda: make}
-    registry._places.clear()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_OPENERS", {"file": lambda: make})
+        patch.setattr(registry, "_places", {})
         state = spread(_full(), LAYOUTS[layout], blank=True)
         cloudckpt.hf.load(state, place.uri, config=place.config)
         expected = spread(_full(), LAYOUTS[layout])
         for name, tensor in state.items():
             assert_same(tensor.to_local(), expected[name].to_local(), name)
-    finally:
-        registry._OPENERS = opened
-        registry._places.clear()
     return sum(store.received for store in stores)
 
 

@@ -89,7 +89,7 @@ def _assert_same(found, expected, seed) -> None:
 def test_what_chance_draws_is_read_by_the_package_and_loaded(places) -> None:
     for seed in range(60):
         draw, place = Draw(seed), places("local")
-        state = draw.state()
+        state = draw.state() if seed else {}
         cloudckpt.hf.save(
             state,
             place.uri,
@@ -97,11 +97,10 @@ def test_what_chance_draws_is_read_by_the_package_and_loaded(places) -> None:
             config=place.config,
         )
         _assert_same(_read(place), _written_once(state), seed)
-        if state:
-            loaded = {n: torch.zeros_like(t, memory_format=torch.contiguous_format)
-                      for n, t in state.items()}  # fmt: skip
-            cloudckpt.hf.load(loaded, place.uri, config=place.config)
-            _assert_same(loaded, state, seed)
+        loaded = {n: torch.zeros_like(t, memory_format=torch.contiguous_format)
+                  for n, t in state.items()}  # fmt: skip
+        cloudckpt.hf.load(loaded, place.uri, config=place.config)
+        _assert_same(loaded, state, seed)
 
 
 def _written_once(state) -> dict[str, torch.Tensor]:
@@ -188,9 +187,3 @@ def test_names_that_fall_together_are_refused(local) -> None:
     with pytest.raises(KeyCollisionError):
         cloudckpt.hf.load({"c": torch.zeros(2)}, local.uri, key_mapping=lambda name: "c",
                           config=local.config)  # fmt: skip
-
-
-def test_nothing_is_a_model_of_nothing(local) -> None:
-    cloudckpt.hf.save({}, local.uri, config=local.config)
-    assert safetensors_torch.load(local.read("model.safetensors")) == {}
-    cloudckpt.hf.load({}, local.uri, config=local.config)

@@ -46,13 +46,10 @@ def _failing(verb: str, error=_denied, calls=None, where=lambda key: True):
 
         return lambda: make
 
-    registry._OPENERS = {scheme: opener(scheme) for scheme in opened}
-    registry._places.clear()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_OPENERS", {scheme: opener(scheme) for scheme in opened})
+        patch.setattr(registry, "_places", {})
         yield
-    finally:
-        registry._OPENERS = opened
-        registry._places.clear()
 
 
 class _OutOfMemory:

@@ -181,15 +181,11 @@ def test_a_model_replaces_another_one_wholly(place) -> None:
     )
     _assert_same(_files(place)[0], {"w": numbered(3), "v": numbered(2)})
     assert len(place.names()) == 3
-
-
-def test_a_model_is_left_alone_if_overwrite_is_off(place) -> None:
-    cloudckpt.hf.save({"w": numbered(3)}, place.uri, config=place.config)
     with pytest.raises(CheckpointExistsError):
         cloudckpt.hf.save(
             {"w": numbered(4)}, place.uri, config=place.having(overwrite=False).config
         )
-    _assert_same(_files(place)[0], {"w": numbered(3)})
+    _assert_same(_files(place)[0], {"w": numbered(3), "v": numbered(2)})
 
 
 def test_no_model_is_not_found(place) -> None:

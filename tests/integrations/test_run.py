@@ -46,20 +46,16 @@ def _run(*command, cwd):
     )
 
 
-def _said(ended):
-    assert ended.returncode == 7, ended.stderr
-    return ended.stdout.split("\n")
-
-
-def test_a_script_is_run_with_cloudckpt_installed(folder, tmp_path_factory):
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_a_script_or_module_is_run_with_cloudckpt_installed(folder, tmp_path_factory, how):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    ended = _run("-m", "cloudckpt.run", str(folder / "train.py"), "--x", "-m", cwd=elsewhere)
-    assert _said(ended)[:2] == ["__main__ ['--x', '-m'] train.py train.py", "CloudStorageWriter"]
-
-
-def test_a_module_is_run_with_cloudckpt_installed(folder):
-    ended = _run("-m", "cloudckpt.run", "-m", "train", "--x", cwd=folder)
-    assert _said(ended)[:2] == ["__main__ ['--x'] train.py train.py", "CloudStorageWriter"]
+    train, cwd = (
+        ([str(folder / "train.py")], elsewhere) if how == "script" else (["-m", "train"], folder)
+    )
+    ended = _run("-m", "cloudckpt.run", *train, "--x", "-m", cwd=cwd)
+    assert ended.returncode == 7, ended.stderr
+    told = ["__main__ ['--x', '-m'] train.py train.py", "CloudStorageWriter"]
+    assert ended.stdout.split("\n")[:2] == told
 
 
 def _written_by_after_auto() -> str:

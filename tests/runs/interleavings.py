@@ -16,7 +16,7 @@ import random
 import threading
 import types
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 
@@ -636,7 +636,7 @@ def _named(metadata: bytes) -> tuple[frozenset[str], str]:
 
 
 @pytest.fixture
-def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
+def worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     """Makes worlds; the store and the saves have their clock."""
     current: list[World] = []
 
@@ -653,6 +653,8 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
         CLOCK_MONOTONIC=1,
     )
     monkeypatch.setattr(registry, "_OPENERS", {"memory": opener})
+    monkeypatch.setattr(registry, "_places", {})
+    monkeypatch.setattr(memory_store, "_buckets", {})
     monkeypatch.setattr(memory_store, "time", clock)
     monkeypatch.setattr(retry, "_FIRST_PAUSE", 0.0)  # of a copy that begins anew
     for module in (baseline, folders):
@@ -662,9 +664,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
         current[:] = [kind(seed, **options)]
         return current[0]
 
-    yield made
-    for known in (memory_store._buckets, registry._places):
-        known.clear()
+    return made
 
 
 def try_one(worlds: Callable[..., World], seed: int) -> None:

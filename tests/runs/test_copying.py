@@ -319,7 +319,7 @@ def copied_names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_a_checkpoint_that_is_copied_to_a_run_goes_beneath_it(tmp_path, slash) -> None:
+def test_a_checkpoint_is_copied_beneath_a_run_and_no_run_to_a_checkpoint(tmp_path, slash) -> None:
     for place in ("a/step-1", "a/step-2", "b/step-1"):
         cloudckpt.save({"n": 1}, checkpoint_id=tmp_path / place)
     target = f"{tmp_path / 'b'}{slash}"
@@ -331,14 +331,9 @@ def test_a_checkpoint_that_is_copied_to_a_run_goes_beneath_it(tmp_path, slash) -
     with pytest.raises(ConfigError, match="the same"):
         copy(tmp_path / "a" / "step-2", tmp_path / "a")
     assert copy(tmp_path / "b", tmp_path / "c").checkpoints == 2
-
-
-def test_a_run_is_not_copied_to_a_checkpoint(tmp_path) -> None:
-    for place in ("a/step-1", "b"):
-        cloudckpt.save({"n": 1}, checkpoint_id=tmp_path / place)
     with pytest.raises(CheckpointExistsError, match="can't be a checkpoint and a run"):
-        copy(tmp_path / "a", tmp_path / "b")
-    assert not cloudckpt.exists(tmp_path / "b" / "step-1")
+        copy(tmp_path / "a", tmp_path / "b" / "step-1")
+    assert not cloudckpt.exists(tmp_path / "b" / "step-1" / "step-1")
 
 
 def test_steps_at_the_target_that_refer_to_others_are_recognised_until_those_are_gone(tmp_path):

@@ -34,6 +34,12 @@ ENDS = {
     "raise": (Refusing(2, 3, 5), {}, ThrottledError, [1]),
     "log": (Refusing(2, 3, 5, 8), GOES_ON, None, [1, 4, 6, 7]),
     "too many": (Refusing(1, 2, 4, 5, 6), MANY, ThrottledError, [3]),
+    "at the very end": (
+        Refusing(7, 8),
+        {**GOES_ON, "max_failures": 2},
+        ThrottledError,
+        [1, 2, 3, 4, 5, 6],
+    ),
     "for good": (Refusing(2, error=AccessDeniedError), GOES_ON, AccessDeniedError, [1]),
     "all may fail": (
         Refusing(2, error=AccessDeniedError),
@@ -183,12 +189,3 @@ def test_all_ranks_end_alike(tmp_path, ranks) -> None:
     found = ranks(3, _on_ranks, str(tmp_path), AsyncCheckpointerType.THREAD, 2)
     assert found[0][1:] == (True, 1, 2)
     assert found == [found[0]] * 3
-
-
-def test_failures_at_the_very_end_count(run) -> None:
-    options = {**GOES_ON, "max_failures": 2, "asynchronous": True}
-    manager = managed(run, hook=Refusing(1, 2), **options)
-    for step in (1, 2):
-        manager.save(step, state(step))
-    with pytest.raises(ThrottledError):
-        manager.close()

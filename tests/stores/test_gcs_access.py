@@ -112,27 +112,25 @@ def token_server(stub_server):
         yield server
 
 
-def test_a_token_endpoint_that_is_silent_is_given_up(open_gcs, google_account, token_server):
-    google_account("service_account", token_server.url)
-    token_server.respond(lambda request: token_server.Answer(silent=True))
-    store = open_gcs(read_timeout=0.3)
-    with pytest.raises(ConnectionLostError, match="at the moment"):
-        store.head("run/object")
+WRONG_CLOCK = {  # as Google's token endpoint words it
+    "error": "invalid_grant",
+    "error_description": "Invalid JWT: Token must be a short-lived token (60 minutes) and in a "
+    "reasonable timeframe. Check your iat and exp values in the JWT claim.",
+}
 
 
-def test_a_wrong_clock_is_named_where_google_refuses_the_time_of_a_signature(
-    open_gcs, google_account, token_server
-):
-    """As its token endpoint words that."""
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ({"silent": True}, ConnectionLostError),
+        ({"status": 400, "body": json.dumps(WRONG_CLOCK).encode()}, ClockError),
+    ],
+)
+def test_why_no_token_comes_is_told(open_gcs, google_account, token_server, answer, error):
     google_account("service_account", token_server.url)
-    refused = {
-        "error": "invalid_grant",
-        "error_description": "Invalid JWT: Token must be a short-lived token (60 minutes) and in a "
-        "reasonable timeframe. Check your iat and exp values in the JWT claim.",
-    }
-    token_server.respond(lambda request: token_server.Answer(400, {}, json.dumps(refused).encode()))
-    with pytest.raises(ClockError) as caught:
-        open_gcs().head("run/object")
+    token_server.respond(lambda request: token_server.Answer(**answer))
+    with pytest.raises(error) as caught:
+        open_gcs(read_timeout=0.3).head("run/object")
     assert caught.value.certain
     assert caught.value.uri.startswith("gs://bucket")
 

@@ -72,25 +72,29 @@ def test_the_time_to_mask_a_text_grows_with_its_length_only(text):
     assert seconds(96_000) < 24 * few  # 8 times as long; 64 times as much if it were quadratic
 
 
-def test_what_is_beneath_an_error_and_too_long_to_be_looked_through_is_cut_off():
+SECRET = "S3cr3tKey/" * 4
+
+
+@pytest.mark.parametrize("quoted", [f"sig={SECRET}", "v" * LONG])
+def test_what_is_beneath_an_error_and_quotes_a_secret_or_is_too_long_is_cut_off(quoted):
     try:
         try:
-            raise ValueError("v" * LONG)
+            raise ValueError(quoted)
         except ValueError as exc:
-            raise StoreError("no", cause="c" * LONG) from exc
+            raise StoreError(f"no {quoted[:50]}", cause=quoted) from exc
     except StoreError as error:
         caught = error
     began = time.process_time()
-    conceal(caught)
+    conceal(caught, [SECRET])
     assert time.process_time() - began < 5
     assert (caught.__cause__, caught.__context__) == (None, None)
+    assert "S3cr3t" not in f"{caught} {caught!r} {caught.cause}"
     assert len(str(caught)) < 3 * SHORT
 
 
 @pytest.mark.parametrize("at", range(440, 520, 10))
 def test_a_secret_that_the_end_of_a_text_cuts_in_two_is_not_shown(at):
-    secret = "S3cr3tKey/" * 4
-    shown = excerpt("x" * at + secret, [secret])
+    shown = excerpt("x" * at + SECRET, [SECRET])
     assert "S3cr3t" not in shown
 
 

@@ -4,14 +4,10 @@ The scripted stub of ``conftest.py`` imitates what the vendors document and moto
 stands behind a proxy that loses answers.
 """
 
-import dataclasses
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-import torch
 
-import cloudckpt
-from cloudckpt import RetryPolicy, S3Options
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
@@ -21,8 +17,6 @@ from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.s3.dialects import AWS, DIALECTS
 from support.contract.data import put, put_part
 from support.dialects import xml_of
-from support.wire.faults import Reset, s3_error
-from support.wire.proxy import FaultyProxy
 
 KEY = "run/object"
 PIECES = (b"first part", b"the last part")
@@ -126,54 +120,6 @@ def test_the_checksum_of_another_object_is_computed(open_s3, server, checksum, t
     server.answer(status=206, headers=span, body=DATA)
     assert open_s3(checksum=checksum).checksum_of(FOUND) == CRC32C.of(DATA)
     assert server.requests[-1].headers["If-Match"] == '"opaque"'
-
-
-# a request that meets what its own first try has made
-
-
-@pytest.fixture
-def proxy(s3_url):
-    with FaultyProxy(s3_url) as proxy:
-        yield proxy
-
-
-@pytest.fixture(params=["on", "off"])
-def config(proxy, s3_config, request):
-    options = S3Options(endpoint_url=proxy.url, addressing_style="path")
-    retry = RetryPolicy(attempts=3, base=0.01, cap=0.05, deadline=1.0)
-    return dataclasses.replace(
-        s3_config, s3=options, retry=retry, part_size=5 * MIB, checksum=request.param
-    )
-
-
-REFUSALS = {
-    "locked": (403, "AccessDenied"),  # Object Lock, as AWS answers
-    "write-once": (400, "ObjectLocked"),  # as MinIO does
-    "exists": (412, "PreconditionFailed"),
-    "conflict": (409, "ConditionalRequestConflict"),
-    "gone": (404, "NoSuchUpload"),
-}
-CASES = [
-    *(("CompleteMultipartUpload", "*.distcp", refusal) for refusal in REFUSALS),
-    ("PutObject", "*.distcp", "locked"),
-    ("PutObject", "*.distcp", "conflict"),
-    ("PutObject", "*/.metadata", "exists"),
-]
-
-
-@pytest.mark.parametrize(("operation", "path", "refusal"), CASES)
-def test_an_object_whose_answer_was_lost_is_found_by_its_refused_repetition(
-    proxy, config, bucket, operation, path, refusal
-):
-    proxy.inject(Reset("answer"), operation=operation, path=path, times=1)
-    refused = proxy.inject(s3_error(*REFUSALS[refusal]), operation=operation, path=path)
-    nbytes = 64 if operation == "PutObject" else 6 * MIB
-    uri, state = f"s3://{bucket}/run", {"weight": torch.arange(nbytes // 4)}
-    cloudckpt.save(state, checkpoint_id=uri, config=config)
-    assert refused.injected
-    found = {"weight": torch.zeros_like(state["weight"])}
-    cloudckpt.load(found, checkpoint_id=uri, config=config)
-    assert torch.equal(found["weight"], state["weight"])
 
 
 # what only AWS promises

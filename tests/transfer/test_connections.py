@@ -48,15 +48,10 @@ def crowd_of(store, tasks, direction="out", **options):
     return max(crowd.counts)
 
 
-def test_lanes_are_added_while_that_pays_and_not_beyond_the_most(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert FIRST < crowd_of(Counting(), 800) <= 16
-
-
-def test_the_next_transfer_the_same_way_begins_with_what_was_found(monkeypatch):
+def test_lanes_are_added_while_that_pays_and_the_next_transfer_begins_with_them(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     store = Counting()
-    crowd_of(store, 800)
+    assert FIRST < crowd_of(store, 800) <= 16
     assert FIRST < crowd_of(store, 16, "out") <= 16
     assert crowd_of(store, 16, "in") == FIRST
     assert crowd_of(Counting(), 16, "out") == FIRST

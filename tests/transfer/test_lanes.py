@@ -78,16 +78,29 @@ def test_lanes_are_never_more_than_there_may_be(known, lanes):
     assert link.most <= lanes
 
 
-def test_lanes_are_added_within_half_a_second_where_each_is_slow():
-    link = Link(10 * MB)
-    assert link.carry(LaneSearch(FIRST, MOST), 0.5) == MOST
+SLOW = 10 * MB
+SETTLED = {  # a link, the lanes to begin with, seconds, and the fewest and most lanes then
+    "each lane is slow": (Link(SLOW), FIRST, 0.5, MOST, MOST),
+    "the link is full": (Link(SLOW, 60 * MB), FIRST, 1.7, 1, FIRST),
+    "the link is full with more": (Link(SLOW, 100 * MB), FIRST, 1.7, 1, 14),
+    "a wide link is full": (Link(SLOW, 200 * MB), FIRST, 1.7, 1, 27),
+    "a very wide link is full": (Link(SLOW, 400 * MB), FIRST, 1.7, 1, 53),
+    "the link was wider": (Link(SLOW, 150 * MB), MOST, 1.5, 1, 20),
+    "the processors are busy": (Link(30 * MB, cpu=0.6 / FIRST), FIRST, 10, FIRST, FIRST),
+    "nobody limits a connection": (Link(400 * MB), FIRST, 10, FIRST, FIRST),
+}
 
 
-@pytest.mark.parametrize("total", [60 * MB, 100 * MB, 200 * MB, 400 * MB])
-def test_lanes_that_the_link_makes_no_use_of_are_taken_back(total):
-    search = LaneSearch(FIRST, MOST)
-    Link(10 * MB, total).carry(search, 1.7)
-    assert search.lanes <= max(FIRST, 1.3 * total / (10 * MB) + 1)
+@pytest.mark.parametrize("case", SETTLED)
+def test_as_many_lanes_are_left_as_pay(case):
+    link, first, seconds, fewest, most = SETTLED[case]
+    search = LaneSearch(first, MOST, SLOW if first == MOST else None)
+    assert fewest <= link.carry(search, seconds) <= most
+    if case == "the link was wider":
+        assert search.found <= most
+        assert link.moved > 0.9 * link.best * seconds
+    if case == "nobody limits a connection":
+        assert link.most == FIRST
 
 
 def test_what_was_found_is_where_the_next_search_begins():
@@ -108,30 +121,12 @@ def test_a_short_transfer_that_ends_amid_a_trial_leaves_its_number_after_one_tha
     assert search.lanes == search.found == MOST
 
 
-def test_a_number_that_was_found_on_a_wider_link_is_taken_back():
-    search = LaneSearch(MOST, MOST, 10 * MB)
-    link = Link(10 * MB, 150 * MB)
-    assert link.carry(search, 1.5) <= 20
-    assert search.found <= 20
-    assert link.moved > 0.9 * 150 * MB * 1.5
-
-
 def test_a_link_that_becomes_wider_is_used():
     search = LaneSearch(FIRST, MOST)
     Link(10 * MB, 80 * MB).carry(search, 5)
     assert search.lanes < 20
     wider = Link(10 * MB)
     assert wider.carry(search, 10) == MOST
-
-
-def test_none_are_added_where_the_processors_are_busy():
-    assert Link(30 * MB, cpu=0.6 / FIRST).carry(LaneSearch(FIRST, MOST), 10) == FIRST
-
-
-def test_none_are_added_where_nobody_limits_a_connection():
-    link = Link(400 * MB)
-    link.carry(LaneSearch(FIRST, MOST), 10)
-    assert link.most == FIRST
 
 
 def test_silence_says_nothing():
