@@ -155,7 +155,17 @@ class ModelCommit:
             )
             for file, size in zip(self._files, part_sizes, strict=True)
         ]
-        return self._each(self._begun, FileUpload.begin)
+
+        def begin(one: FileUpload) -> Upload | Exception:
+            try:
+                return one.begin()
+            except Exception as error:  # noqa: BLE001 - raised once no request is in progress
+                return error
+
+        begun = self._each(self._begun, begin)  # a request that is cut off may begin an upload
+        if (error := next((one for one in begun if isinstance(one, Exception)), None)) is not None:
+            raise error
+        return [one for one in begun if isinstance(one, Upload)]
 
     def complete(self, parts: Sequence[Sequence[Part]]) -> None:
         """Completes the files, each from its parts, and then writes the index.
