@@ -1,23 +1,16 @@
 """Locks of modules: free in a forked child, and never left behind by Ctrl-C."""
 
-import os
 import sys
 
 from cloudckpt.fork import module_lock
+from dcp.children import in_a_child
 
 _LOCK = module_lock()
 
 
-def _take() -> bool:
-    return _LOCK.acquire(blocking=False)
-
-
 def test_a_forked_child_does_not_inherit_a_lock_that_is_held():
     with _LOCK:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if _take() else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert in_a_child("fork", _LOCK.acquire, False)
     assert not _LOCK.locked()
 
 

@@ -1,7 +1,6 @@
 """The garbage collector is held back in a block, and in no other place."""
 
 import gc
-import os
 import random
 import signal
 import threading
@@ -9,6 +8,7 @@ import threading
 import pytest
 
 from cloudckpt.gc_pause import paused_gc
+from dcp.children import in_a_child
 
 PATIENCE = 60  # seconds
 
@@ -52,13 +52,9 @@ def test_blocks_of_two_threads_may_overlap():
     assert gc.isenabled()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_has_a_collector():
     with paused_gc():
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if gc.isenabled() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert in_a_child("fork", gc.isenabled)
 
 
 def test_what_an_interrupt_left_behind_is_made_good_by_the_next_block():

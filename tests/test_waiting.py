@@ -3,7 +3,6 @@
 import contextvars
 import logging
 import math
-import os
 
 import pytest
 
@@ -13,6 +12,7 @@ from cloudckpt.errors import AccessDeniedError, ConnectionLostError, ThrottledEr
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.waiting import Waiting, current
+from dcp.children import in_a_child
 
 URI = "s3://bucket/run/step-7/__0_ab.distcp"
 
@@ -138,8 +138,5 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_waits_for(monkeypatch)
         waiting.failed("refused", left=290.0, pause=1.0)
         monkeypatch.setattr(module._lines, "_succeeded", -math.inf)
         assert module.is_stuck()
-        pid = os.fork()
-        if not pid:
-            os._exit(int(module.is_stuck()))
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert not in_a_child("fork", module.is_stuck)
         assert module.is_stuck()

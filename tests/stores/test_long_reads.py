@@ -22,6 +22,7 @@ import pytest
 from cloudckpt.errors import ConnectionLostError, TLSError
 from cloudckpt.stores.http import client as module
 from cloudckpt.stores.http import native_tls as long_reads
+from dcp.children import in_a_child
 from support.forwarding import forward_proxy
 from support.reading import get, lost
 
@@ -392,7 +393,6 @@ def test_a_connection_that_closes_frees_what_it_had(talk, native):
 # children
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_that_drops_a_connection_does_not_end_it(talk, native):
     def go_on(peer):
         assert forked.wait(20)
@@ -403,12 +403,7 @@ def test_a_forked_child_that_drops_a_connection_does_not_end_it(talk, native):
     memory = bytearray(len(BODY))
     with client.send("GET", peer.url, {}) as reply:
         reply.read_into([memoryview(memory)[: 2 * STEP]])
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                reply._sock._real_close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        in_a_child("fork", reply._sock._real_close)
         forked.set()
         reply.read_into([memoryview(memory)[2 * STEP :]])
     assert memory == BODY

@@ -1,9 +1,7 @@
 """Which store serves a URI."""
 
-import os
 import sys
 import threading
-import traceback
 import uuid
 
 import pytest
@@ -16,6 +14,7 @@ from cloudckpt.stores import registry
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
+from dcp.children import in_a_child
 from support.memory_store import MemoryStore
 
 MEMORY = CheckpointURI.parse("memory://registry/run")
@@ -58,37 +57,13 @@ def test_another_bucket_or_other_options_have_another_store(location, config):
     assert open_store(CheckpointURI.parse(location), config) is not open_store(MEMORY, Config())
 
 
-forks = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-
-
-def in_child(work):
-    """Does it in a forked child, and tells what failed there."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        failed = 1
-        try:
-            work()
-            failed = 0
-        except BaseException:  # noqa: BLE001 - told to the parent
-            os.write(writing, traceback.format_exc().encode())
-        finally:
-            os._exit(failed)
-    os.close(writing)
-    with os.fdopen(reading) as told:
-        assert told.read() == ""
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-
-
-@forks
 def test_a_forked_child_opens_its_own_store():
     parents = open_store(MEMORY, Config())
 
     def work():
         assert open_store(MEMORY, Config()) is not parents
 
-    in_child(work)
+    in_a_child("fork", work)
     assert open_store(MEMORY, Config()) is parents
 
 
@@ -132,20 +107,17 @@ def test_who_wants_a_store_that_is_being_opened_gets_that_one(opening):
     assert opened == [mine]
 
 
-@forks
 def test_a_child_that_is_forked_while_a_store_is_opened_can_save(opening):
     uri, config, _, go_on = opening
 
     def save():
         go_on.set()
-        torch.set_num_threads(1)
         state = {"w": torch.arange(1000.0)}
         cloudckpt.save(state, checkpoint_id=f"{uri}/child", config=config, no_dist=True)
 
-    in_child(save)
+    in_a_child("fork", save)
 
 
-@forks
 def test_a_fork_waits_for_an_import_that_its_child_would_wait_for(monkeypatch):
     """The child of a fork amid an import would find the module half made, and locked for good."""
     importing, may_end = threading.Event(), threading.Event()
@@ -170,7 +142,7 @@ def test_a_fork_waits_for_an_import_that_its_child_would_wait_for(monkeypatch):
         open_store(uri, Config())
         assert ended
 
-    in_child(work)
+    in_a_child("fork", work)
     thread.join(30)
 
 
