@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -39,6 +38,7 @@ from cloudckpt.runs import catalog, deleting, prune, pruning
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.preemption import Preemption
 from cloudckpt.runs.steps import Retention
+from dcp.children import ChildDiedError, in_a_child
 from runs.managed import damage, fill, managed, save, state, value
 
 BY_LOSS = {"best_metric": "loss", "best_mode": "min"}
@@ -441,24 +441,18 @@ def test_what_failed_before_does_not_keep_the_last_step_from_being_saved(run, ca
         assert "the dog ate it" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_is_refused_and_ends_by_its_signal(run) -> None:
+    def fork() -> None:
+        with pytest.raises(ClosedError):
+            manager.save(2, state(2))
+        manager.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)  # the signal ends it
+
     with managed(run, preemption=Preemption()) as manager:
         manager.save(1, state(1))
-        ready, told = os.pipe()
-        if (child := os.fork()) == 0:
-            with contextlib.suppress(ClosedError):
-                manager.save(2, state(2))
-                os._exit(1)
-            manager.close()
-            os.write(told, b"!")
-            time.sleep(60)  # the signal ends it
-            os._exit(2)
-        assert os.read(ready, 1) == b"!"
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        os.close(ready)
-        os.close(told)
+        with pytest.raises(ChildDiedError, match=f"exit code -{signal.SIGTERM.value}"):
+            in_a_child("fork", fork)
         assert not manager.reached_preemption(2)
         assert manager.all_steps() == [1]
 

@@ -55,7 +55,6 @@ EXPRESS_BUCKET = "fast--usw2-az1--x-s3"
     ("endpoint", "name"),
     [
         ("https://s3.eu-west-1.amazonaws.com", "aws"),
-        ("https://s3.cn-north-1.amazonaws.com.cn", "aws"),
         ("https://account.r2.cloudflarestorage.com", "r2"),
         ("https://account.eu.r2.cloudflarestorage.com", "r2"),
         ("https://cwobject.com", "coreweave"),
