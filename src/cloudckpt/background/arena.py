@@ -32,9 +32,9 @@ _ADDITION = "the part that a save adds to its staged copy"
 class Arena:
     """Anonymous shared memory of a fixed size.
 
-    It has no name, so it never outlives its processes, and is limited only by the machine's memory:
-    containers often have a tiny ``/dev/shm``. All of it is allocated at once if the system supports
-    that: a lack of memory is an error here, not a signal later.
+    It has no name, so it never outlives its processes. ``/dev/shm``, which is often tiny in
+    containers, does not limit it. All of it is allocated at once if the system supports that: a
+    lack of memory is an error here, not a signal later.
 
     Attributes:
         size: The arena's size in bytes.
@@ -233,7 +233,7 @@ def _check_available(size: int, what: str = "the staged copy") -> None:
     """Checks that this many bytes are available, as the kernel might kill the process otherwise.
 
     Raises:
-        StagingMemoryError: If they are not.
+        StagingMemoryError: If fewer bytes are available.
     """
     available = available_memory()
     if available is not None and size > available:

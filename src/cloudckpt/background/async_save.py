@@ -64,7 +64,8 @@ def async_save(
     Args:
         state_dict: The state dict; the ``state_dict()`` of each ``Stateful`` value is saved.
         checkpoint_id: ``s3://bucket/path`` or another location.
-        storage_writer: A writer of this package instead of one for ``checkpoint_id``.
+        storage_writer: A writer of this package; it saves to ``checkpoint_id`` if that is given,
+            too.
         planner: As in torch.
         process_group: The ranks that save together; any backend works.
         async_checkpointer_type: Whether a thread or a separate process sends.
@@ -75,7 +76,8 @@ def async_save(
         base: As in :func:`cloudckpt.save`.
 
     Returns:
-        A future of the metadata, with the guarantees and errors of :func:`cloudckpt.save`; or
+        A future of the metadata, with the guarantees and errors of :func:`cloudckpt.save`, whose
+        result is None if ``BackgroundOptions(when_busy=...)`` lets the save be skipped; or
         torch's ``AsyncSaveResponse`` if the stager itself is asynchronous.
 
     Raises:
@@ -84,7 +86,8 @@ def async_save(
         ConfigError: If the arguments do not fit together, or differ between ranks.
         CloudCheckpointError: If a rank can't begin for another reason; on all ranks.
         SaveProcessError: If the saving process can't be started.
-        AsyncSaveError: If no thread can be started, as the interpreter is ending.
+        AsyncSaveError: If no thread can be started, as the interpreter is ending or a limit of the
+            process is reached.
     """
 
     def prepare() -> tuple[OurWriter, BackgroundOptions]:
@@ -117,6 +120,9 @@ def async_save(
 
 def close_async_savers() -> None:
     """Waits for the saves of :func:`async_save`, and releases its memory and processes.
+
+    It waits up to ``BackgroundOptions(patience=...)`` for each; a saving process is then ended,
+    which fails its save.
 
     If a call is interrupted, another call finishes the work.
     """

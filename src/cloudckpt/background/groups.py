@@ -110,7 +110,7 @@ def open_group(
 
 
 def give_back(group: dist.ProcessGroup) -> None:
-    """Returns a group for reuse; all its collectives must have ended on this rank."""
+    """Keeps a group for later savers; all its collectives must have ended on this rank."""
     world = dist.group.WORLD
     with _lock:
         if world is not None and world in _kept and exists(group):

@@ -10,8 +10,8 @@ that attempt's names.
 The process reads the staged copy, and the next save overwrites it. So no save releases the copy
 before its process has answered or ended.
 
-If a trainer ends without knowing the outcome of its save, the process keeps running and finishes
-that save for the next job (``sender``).
+If a trainer ends without knowing the outcome of its save, the process keeps running, for up to
+``outlive`` seconds, and finishes that save for the next job (``sender``).
 """
 
 from __future__ import annotations
@@ -186,6 +186,7 @@ class ProcessSender:
         """Sends the objects by the process; returns them once the store has all of them.
 
         Raises:
+            CloudCheckpointError: The error with which the process failed to send them.
             SaveProcessError: If the process can't be started, dies, or sends no heartbeat.
             StagingMemoryError: If there is no memory for bytes outside the arena.
         """
@@ -299,7 +300,7 @@ class _Worker:
             self._is_ready = True
 
     def begin(self, job: Job, descriptors: Sequence[int]) -> None:
-        """Sends a job; from then on it is carried out even if this trainer ends.
+        """Sends a job; the process goes on with it, as ``outlive`` says, if this trainer ends.
 
         Args:
             job: The job.

@@ -74,7 +74,7 @@ class Save:
         copy: The copy, if cloudckpt's stager made it.
         made: The copy that a custom stager has made, or its future.
         failure: The error that keeps this rank from taking part in the save.
-        is_reported: Whether no later call has to raise the failure of the save.
+        is_reported: Whether the failure of the save was raised by a later call, or need not be.
     """
 
     number: int
@@ -164,7 +164,7 @@ class Save:
     def carry_out(
         self, group: dist.ProcessGroup | None, no_dist: bool, process: SaveProcess | None
     ) -> Metadata:
-        """Saves the copy, together with the other ranks.
+        """Saves the copy, together with the other ranks; returns the checkpoint's metadata.
 
         Args:
             group: The ranks.
@@ -254,10 +254,10 @@ class Save:
 
 
 def _checked(made: Any) -> dict[str, Any]:
-    """Returns a custom stager's copy, if it is a mapping: otherwise, nothing would be saved.
+    """Returns a custom stager's copy, after checking that it is a mapping.
 
     Raises:
-        StagingError: If it is not a mapping.
+        StagingError: If the copy is not a mapping.
     """
     if not isinstance(made, Mapping):
         raise StagingError(

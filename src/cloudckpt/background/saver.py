@@ -76,13 +76,13 @@ class AsyncSaver:
             tells_failures: Whether a save's failure is also raised by the next call of
                 :meth:`save`, on all ranks, besides being set on its future.
             on_failure: Called with the numbers of the failed saves and the error, instead of
-                raising it; also if this rank alone has no memory for a copy. Called with the same
-                on all ranks; if it raises, it must do so on all.
+                raising it; also if this rank alone has no memory for a copy. The arguments
+                are the same on all ranks; if it raises, it must do so on all of them.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:
-            ConfigError: If this rank is not in the group, or kinds or policies differ between
-                ranks.
+            ConfigError: If this rank is not in the group, or ``kind`` or ``when_busy`` differ
+                between ranks.
             ProcessGroupError: If the ranks do not meet within five minutes.
             SaveProcessError: If a saving process can't be started.
             AsyncSaveError: If a thread can't be started.
@@ -241,8 +241,8 @@ class AsyncSaver:
     def _submit(self, save: Save) -> BaseException | None:
         """Queues a save that all ranks have begun for the saving thread.
 
-        If the thread has ended, so does the save, here: this rank only reports its failure to the
-        others, which would otherwise wait for it.
+        If the thread has ended, the save fails: the calling thread then reports that to the other
+        ranks, which would otherwise wait for this one.
 
         Returns:
             The save's error if the thread has ended; else None.
@@ -435,11 +435,13 @@ class AsyncSaver:
                     give_back(group)
 
     def raise_pending_failure(self) -> None:
-        """Raises the failure of the last save, if this saver raises failures and no call has.
+        """Raises the failure of the last save, unless a call has raised it or none is to raise it.
+
+        ``on_failure`` is called instead, if it was given.
 
         Raises:
             CloudCheckpointError: The failure.
-            SaveInProgressError: If the save has not ended.
+            SaveInProgressError: If the last save has not ended.
         """
         last = self._last
         if last is not None and not last.is_reported and not last.written.done():
@@ -458,7 +460,7 @@ class AsyncSaver:
             self._on_failure([failed.number], error)
 
     def wait(self) -> None:
-        """Waits for the last save and raises its failure; returns at once if none is to be raised.
+        """Waits for the last save and raises its failure, unless no call is to raise that.
 
         Raises:
             CloudCheckpointError: The failure, if no call has raised it yet.
@@ -494,7 +496,7 @@ def _has_ranks() -> bool:
 
 
 def _ended_error(closed: bool, where: str, cause: RuntimeError | None) -> AsyncSaveError:
-    """Returns the error of a save for which no thread can be started."""
+    """Returns the error of a save that can't run: the saver was closed, or no thread starts."""
     error: AsyncSaveError
     if closed:
         error = ClosedError("the saver was closed, so it can't save: make a new one")

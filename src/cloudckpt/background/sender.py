@@ -1,5 +1,4 @@
-"""The saving process's side: sends the objects that the trainer has planned, and reports the
-result.
+"""The saving process's side: sends the objects that the trainer has planned.
 
 It is a separate interpreter, which the trainer starts by exec. It imports only what stores and
 transfers need: no torch, and no user code. One thread takes jobs, as many as the options say send,
@@ -264,9 +263,7 @@ what is still saved, and once it has ended, this process finishes its work and e
 
 
 def main(channel: Connection) -> None:
-    """Carries out jobs until the trainer ends or closes the channel; then finishes
-    a pending save.
-    """
+    """Carries out jobs until the trainer ends or closes the channel; then finishes the last."""
     for number in _OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     settings: Settings = channel.recv()

@@ -53,7 +53,7 @@ _SHRINK = 2
 
 @dataclass
 class StagedState:
-    """A staged copy, which holds its memory until it is released.
+    """A staged copy, which holds its memory until it is released or garbage-collected.
 
     Attributes:
         state_dict: The copied state dict.
@@ -99,15 +99,15 @@ class _Lease:
 
 
 class Stager(AsyncStager):
-    """torch's ``AsyncStager`` whose memory is reused, and never overwritten while it is read.
+    """An ``AsyncStager`` of torch that reuses its memory once no save reads the previous copy.
 
     The saving process reads the same memory. A staged copy holds it until its last tensor is gone
     (or, in cloudckpt's own saves, until the save has ended). :meth:`stage` waits for that, so a
     checkpoint can't mix two steps, which torch's own persistent stager does not prevent.
 
-    Memory: one copy of the staged state dict, and nothing else. It is allocated anew when the state
-    dict outgrows it or shrinks below half of it. With CUDA it is pinned; :meth:`stage` waits for
-    the current stream, which fills it.
+    Memory: about one copy of the staged state dict. It is allocated anew when the state dict
+    outgrows it or shrinks below half of it. If tensors are on CUDA, it is pinned unless
+    ``pin_memory`` is False; :meth:`stage` waits for the current stream, which fills it.
     """
 
     _synchronize_after_execute = False
@@ -123,7 +123,8 @@ class Stager(AsyncStager):
 
         Args:
             threads: Threads that copy on the CPU; default: as many as torch uses, at most 8.
-            pin_memory: Whether to pin the memory; default: if CUDA is available.
+            pin_memory: Whether to pin the memory if any tensors are on CUDA; default: if CUDA is
+                available.
             patience: Seconds to wait until the previous copy is no longer used.
         """
         self._threads = threads if threads is not None else min(8, torch.get_num_threads())
@@ -143,6 +144,7 @@ class Stager(AsyncStager):
             SaveInProgressError: If the previous copy is still used after ``patience`` seconds.
             StagingMemoryError: If there is no memory for the copy.
             StagingError: If a value can't be copied.
+            UnsupportedValueError: If a container contains itself.
             ClosedError: If the stager was closed, or made before this process was forked.
         """
         return self.begin(state_dict, self._patience).state_dict
@@ -412,7 +414,7 @@ class Layout:
         self._others.append((tensor, path))
 
     def _add(self, tensor: torch.Tensor) -> bool:
-        """Plans the copy of a tensor; returns whether it has memory to copy."""
+        """Plans the copy of a tensor; returns False if its memory is gone."""
         if tensor.numel() == 0:  # its storage may be freed, and its offset be anything
             self._planned[id(tensor)] = tensor
             return True
@@ -559,9 +561,10 @@ def _plain(container: Any, copies: dict[Any, Any]) -> Any:
 def _copied(value: Any, memo: dict[int, Any], path: _Path, copies: dict[Any, Any]) -> Any:
     """Returns a deep copy of a value, in which the copies of ``memo`` stand for their originals.
 
-    A mapping or list that can't be copied, or whose copy has other entries, as that of an immutable
-    one may, becomes the dict or list that it is saved as. Any other value is then pickled: torch
-    pickles a tensor amid a graph, but does not copy it.
+    If a mapping or list can't be copied, or its copy does not have the copied entries (an immutable
+    one may copy them itself), the result is the dict or list that it is saved as. Any other value
+    that can't be copied is pickled: torch pickles a tensor within an autograd graph, but does not
+    copy it.
 
     Args:
         value: The value.

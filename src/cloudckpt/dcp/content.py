@@ -86,7 +86,7 @@ def without_ranks(name: str) -> str:
 
 
 class Content:
-    """The values that are saved for a state dict, or loaded for it.
+    """A state dict in the form in which it is saved and loaded.
 
     Attributes:
         state: The state dict, with each ``Stateful`` replaced by its ``state_dict()``, and each
@@ -258,16 +258,17 @@ class Content:
 
 
 class _Own:
-    """A ``PerRank`` of the state dict, with its path and the dict that stands for it."""
+    """A ``PerRank`` of the state dict, with its path and the dict that replaces it."""
 
     def __init__(self, path: Path, value: PerRank[Any], inner: dict[str, Any]) -> None:
         self.path, self.value, self.inner = path, value, inner
         [(self.name, self.state)] = inner.items()
 
     def takes(self, names: Mapping[str, Path], metadata: Metadata) -> bool:
-        """Whether the saved values are loaded into this value: it has tensors, or their names.
+        """Whether the saved values can be loaded into this value, and not only replace it.
 
-        Only then do keys and containers keep their classes, such as a tuple or a ``defaultdict``.
+        They can if it has tensors, or the same names and no tensors were saved. Only then do keys
+        and containers keep their classes, such as a tuple or a ``defaultdict``.
         """
         flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]
         if any(isinstance(value, torch.Tensor) for value in flat.values()):
@@ -284,7 +285,7 @@ def _name(rank: int) -> str:
 def _by_rank(
     wanted: set[Path], metadata: Metadata, structure: Structure
 ) -> dict[Path, dict[int, dict[str, Path]]]:
-    """Returns the names of ``per_rank`` values and their paths, by the value's path and by rank."""
+    """Returns names and paths of saved ``per_rank`` values, by the value's path and by rank."""
     stored: dict[Path, dict[int, dict[str, Path]]] = {}
     paths = metadata.planner_data or {}
     names_of_ranks = (name for name in metadata.state_dict_metadata if "rank_" in name)
@@ -301,9 +302,9 @@ def _by_rank(
 def _placeholder(
     path: Path, names: Mapping[str, Path], metadata: Metadata, structure: Structure, uri: str
 ) -> Any:
-    """Returns a value to load a saved ``per_rank`` value into, with its nesting and empty tensors.
+    """Returns a value to load a saved ``per_rank`` value into, nested like it, with new tensors.
 
-    The tensors are on the host.
+    The tensors are in host memory.
 
     Raises:
         CheckpointCorruptError: If the paths contradict each other.
@@ -349,7 +350,7 @@ def _items_of(container: Any) -> Any:
 
 
 def _may_be_rebuilt(value: Any) -> bool:
-    """Whether a value is a container with an entry that is not of a common class for leaves."""
+    """Whether a value is a container that may hold a ``Stateful`` or a ``PerRank`` at any depth."""
     entries = value.values() if isinstance(value, Mapping) else value
     return isinstance(value, (Mapping, list, tuple)) and not _LEAVES.issuperset(map(type, entries))
 

@@ -60,7 +60,7 @@ of this rank in each set, and the numbers of its items in the rank's own plan.
 def shared_of_ranks(
     groups: Iterable[Sequence[int]], ranks: Iterable[tuple[int, ...]], starts: Sequence[int]
 ) -> list[Shared]:
-    """Returns, by rank, the items that it has in common with others.
+    """Returns, for each rank, the items that other ranks have, too, with its random weights.
 
     Args:
         groups: Groups of items that are the same part of the same name, by their numbers among the
@@ -81,7 +81,10 @@ def shared_of_ranks(
 
 
 def are_alike(numbers: Iterable[int]) -> bool:
-    """Whether all ranks have the same copies, by the numbers of :meth:`Copies.weighed`."""
+    """Whether all ranks have the same copies: if their :meth:`Copies.weighed` add up to 0.
+
+    The sum is modulo 2**64.
+    """
     return not sum(numbers) & _ALL
 
 
@@ -97,7 +100,7 @@ class Described(NamedTuple):
         name: The name of the item.
         offsets: The offsets of a tensor's chunk; None for other values.
         digest: The digest of the copy.
-        kind: The name of its class.
+        kind: The name of the value's class.
         mesh: The ranks of a DTensor's mesh; None for other values.
     """
 
@@ -109,7 +112,7 @@ class Described(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The items that a rank has in common with others, and compares at each save of a plan.
+    """The items of a plan that other ranks have, too; each save by the plan compares their values.
 
     Attributes:
         sets: For each set of ranks, this rank's weight and the items that these ranks share.
@@ -120,7 +123,7 @@ class Copies(NamedTuple):
     samples: bool
 
     def weighed(self, planner: SavePlanner) -> int:
-        """Returns this rank's number; all ranks' sum is 0 modulo 2**64 if all copies are equal."""
+        """Returns this rank's weighted sum of digests; see :func:`are_alike`."""
         total = 0
         for weight, items in self.sets:
             values = (_value(item, planner) for item in items)
@@ -179,7 +182,7 @@ class Digests:
 
 
 def _value(item: WriteItem, planner: SavePlanner, data: Callable[[], Any] | None = None) -> Any:
-    """Returns this rank's copy of an item, or None if that fails.
+    """Returns this rank's copy of an item, or None if the planner does not return it.
 
     The rank that saves the item reports the failure.
     """
@@ -215,14 +218,14 @@ def _saves_unchanged(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
 
 
 def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses: bool) -> None:
-    """Logs or refuses the names whose copies differ between ranks.
+    """Raises an error, or logs a warning, if ranks have different values under one name.
 
     Args:
         by_rank: The digests of each rank's copies.
         uri: The checkpoint.
         refuses: Whether a difference is an error; otherwise it is logged, once for each name.
-            DTensors on meshes without a common rank are parts of different models: an error in any
-            case.
+            DTensors on meshes without a common rank are parts of different models, which is always
+            an error.
 
     Raises:
         KeyCollisionError: If ranks have different values under one name, and this is an error.

@@ -71,7 +71,7 @@ def unpickled_plan(plan: bytes, uri: str | None) -> Any:
     """Returns a plan that another rank has pickled.
 
     Raises:
-        CheckpointError: If it can't be unpickled.
+        CheckpointError: If the plan can't be unpickled.
     """
     try:
         return pickle.loads(plan)  # noqa: S301 - of a rank of this job
@@ -107,17 +107,17 @@ def is_of_group(exc: BaseException) -> bool:
 
 
 class _TracebackError(Exception):
-    """The traceback of an error, as text."""
+    """An error whose message is the traceback of another error."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def release_frames(error: BaseException, *, apart_from: BaseException | None = None) -> None:
-    """Drops the tracebacks of an error's chain, and keeps its first foreign cause as text.
+    """Removes the tracebacks and causes of an error, but keeps its root cause as text.
 
-    A foreign cause is an error from outside cloudckpt. With its tracebacks an error that is kept
-    would keep the staged copy, and printing it would repeat the same text.
+    The root cause is the first error from outside cloudckpt; the message of a ``StoreError`` has
+    its text already. With tracebacks, a kept error would keep the staged copy in memory.
     ``traceback.clear_frames`` is not enough: it leaves what closures hold, and the calling frames.
     The whole chain is logged at level DEBUG.
 
@@ -146,11 +146,12 @@ def release_frames(error: BaseException, *, apart_from: BaseException | None = N
 
 
 def break_off(group: dist.ProcessGroup | None) -> None:
-    """Ends the connections of a gloo group in which this rank has lost another.
+    """Ends the connections of a gloo group in which this rank has lost another one.
 
-    When a rank dies, only the ranks that wait for it notice. Others wait for one of these, which
-    has raised but may live on; they would wait until the group's timeout. No collective of the
+    When a rank dies, only the ranks that exchange data with it notice. Other ranks wait for these,
+    which have raised an error and may live on, until the group's timeout. No collective of the
     group can succeed any more. A receive that times out closes all connections of a gloo group.
+    Groups of other backends are left alone.
     """
     if group is None:
         return

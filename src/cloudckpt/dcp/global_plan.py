@@ -139,7 +139,7 @@ class _Items:
         }
 
     def _take_forms(self, names: torch.Tensor, forms: torch.Tensor) -> None:
-        """Takes the form of each name from the lowest rank that has it.
+        """Records the form (type and shape) of each name, from the lowest rank that has the name.
 
         Args:
             names: The numbers of the names that ranks have, one rank after the other.
@@ -293,7 +293,7 @@ def _weight(form: Form) -> int:
 
 
 def _groups(items: torch.Tensor, keys: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ``items`` that share their keys with others, group after group, ascending.
+    """Returns the ``items`` whose keys other items have, too, in groups of equal keys.
 
     Returns:
         The items of all groups, and the size of each group.
@@ -368,7 +368,7 @@ def _validate(table: Table, ranks: int, uri: str) -> None:
 
 
 def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:
-    """Yields lists of tensors' numbers whose chunks may overlap or, with ranks, leave gaps."""
+    """Yields numbers of tensors whose chunks may overlap or, with several ranks, have gaps."""
     elements = column_of([math.prod(form.shape or ()) for form in table.forms])
     for dims, chunks in table.chunks.items():
         if not dims:

@@ -50,7 +50,9 @@ def agree_on_base(
     *,
     is_planned: bool,
 ) -> None:
-    """Agrees on the base of an incremental save, and sets ``writer.contents``.
+    """Agrees on the base of an incremental save: the checkpoint whose bytes are not sent again.
+
+    Sets ``writer.contents`` on every rank.
 
     A rank that took part in the save of the base remembers where its items are. If some rank did
     not, or the plan is new, so that items may have moved between ranks, every rank gets the table
@@ -181,10 +183,12 @@ def newest_beside(
 ) -> CheckpointURI | None:
     """Returns the newest committed step in the folder of ``uri``, by the numbers in the names.
 
+    Returns None if the folder has no such step.
+
     A folder counts as a step if its name differs from this checkpoint's in the numbers only, or, if
     this checkpoint's name has no number, if its name has one. A folder such as ``best`` would stay
-    a base for long, and keep what it shares. A checkpoint that is to be replaced may be its own
-    base. If the notes of the save name its job, only steps of that job count, and steps that it
+    a base for long, and keep what it shares. The base may be the checkpoint that the save
+    replaces. If the notes of the save name its job, only steps of that job count, and steps that it
     continues: those of abandoned trainings may be deleted soon.
 
     Raises:

@@ -48,7 +48,7 @@ def chosen_config() -> Config | None:
 
 
 def install(config: Config | None = None, trust_pickle: bool = False) -> None:
-    """Changes torch in this process; :func:`cloudckpt.install` has the contract."""
+    """Replaces functions of torch in this process; implements :func:`cloudckpt.install`."""
     global _chosen
     if config is not None:
         config_or_default(config)
@@ -105,7 +105,8 @@ def _in_store(location: object) -> str | None:
     """Returns the URI of a location in a store; None for a location that is left to torch.
 
     Raises:
-        InvalidURIError: If the location is an invalid URI of a store, or ``pathlib`` has folded it.
+        InvalidURIError: If the location is an invalid URI of a store, or a URI that ``pathlib`` has
+            shortened, such as ``s3:/bucket``.
     """
     text = text_of(location) or ""
     is_ours = unfolded(text) is not None or text.lower().startswith(_CLOUDS)
@@ -137,7 +138,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _becoming(theirs: Any, ours: type[Any]) -> Callable[..., None]:
-    """Returns a constructor for torch's class whose object becomes ours if the path is in a store.
+    """Returns a constructor for torch's class that makes an object of ours for a path in a store.
 
     The class itself is changed, as frameworks have already imported it by name. Objects of derived
     classes keep their class, since only these know what they add.

@@ -74,7 +74,7 @@ def load_together(
 
 
 class _Terms(NamedTuple):
-    """The terms of a load that the first rank broadcasts: plain values, which any version can read.
+    """The terms of a load, which the first rank broadcasts as a plain tuple.
 
     Attributes:
         location: The location that the first rank loads from.

@@ -72,9 +72,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
     """Plans as torch does, reports missing and misshapen keys, and keeps keys that are not strings.
 
     torch stores loaded values under the strings in its paths: next to an integer key, a string key
-    appears with the new value, and the integer key keeps the old value. It takes an empty dict in a
-    list for a value that is missing in the checkpoint. This planner always flattens the state dict;
-    a container that was saved as one value is loaded as one.
+    appears with the new value, and the integer key keeps the old one. torch's planner also reports
+    an empty dict in a list as missing. This planner always flattens the state dict; a container
+    that was saved as one value is loaded as one.
 
     Args:
         uri: The checkpoint, for messages.
@@ -139,8 +139,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             MissingKeyError: If the state dict has keys that the checkpoint lacks.
             ShapeMismatchError: If a tensor's shape differs from the checkpoint's, or a key is a
                 tensor in the checkpoint, but not in the state dict.
-            UnsupportedTensorError: If a tensor's element type can't hold the saved values, or it
-                declares invalid shards.
+            UnsupportedTensorError: If a tensor's element type is of a lesser kind than the saved
+                type, or the tensor declares invalid shards.
         """
         assert self.metadata is not None
         table = table_of(self.metadata, self._uri)
@@ -189,8 +189,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
     def put(self, read_item: ReadItem, value: Any) -> None:
         """Stores a loaded value in the state dict.
 
-        A value that was read in place of missing keys, which a container of its name would have, is
-        stored only if it is a container.
+        A value may have been read because keys are missing that a container of its name would have.
+        Then it is stored only if it is a container.
 
         Raises:
             MissingKeyError: If keys are missing because the value is not a container.
@@ -213,7 +213,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self.state_dict[name] = container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
-        """Returns the dicts that are empty here, but not in the checkpoint, and a text for each."""
+        """Returns the dicts that are empty only in the state dict, with a text about each."""
         names = {".".join(map(str, path)) for path in self._flat.empty}
         counts: Counter[str] = Counter()
         for parts in (name.split(".") for name in table.names) if names else ():
@@ -290,7 +290,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             del self.state_dict[name]
 
     def _take_tied(self, table: Table) -> None:
-        """Finds the missing tensors that share memory with a tensor that is loaded."""
+        """Records missing tensors that share memory with a loaded one as :attr:`converted`."""
         missing = [name for name in self.state_dict if name not in table.names]
         if not missing:
             return
@@ -500,7 +500,7 @@ def conversions(
 def check_types(
     converted: Mapping[str, tuple[torch.dtype, torch.dtype]], uri: str, *, logs: bool
 ) -> None:
-    """Checks that tensors' types can hold the saved values, and logs that tensors are converted.
+    """Refuses to load into a lesser kind of element type, and logs all other conversions.
 
     Args:
         converted: See :func:`conversions`.

@@ -75,7 +75,7 @@ class SharedReads:
         group: The ranks.
         config: The options.
         segments: The reads that this rank wants.
-        offers: The offers of all ranks, in their order.
+        offers: The results of :meth:`offer` of all ranks, by rank.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SharedReads:
 
     @staticmethod
     def offer(segments: Sequence[Segment], shared_reads: str) -> Offer:
-        """Returns what this rank reports about its reads; ``shared_reads`` is the option."""
+        """Returns this rank's report of its reads; ``shared_reads`` is the option of that name."""
         return socket.gethostname() if shared_reads == "host" else "", digests(segments)
 
     def carry_out(self, download: Download) -> list[Segment]:
@@ -103,7 +103,7 @@ class SharedReads:
             The segments that this rank has to fetch on its own.
 
         Raises:
-            TransferCancelledError: If another rank has failed.
+            TransferCancelledError: If this or another rank has failed.
             ProcessGroupError: If the ranks lost each other.
         """
         segments, offers = self._segments, self._offers
@@ -132,7 +132,7 @@ class SharedReads:
         return [segments[number] for number in sorted(alone)]
 
     def leave(self) -> None:
-        """Ends the exchange for the other ranks, if this rank has failed before the end of it."""
+        """Closes the group's connections if this rank has failed while others may wait for it."""
         if not self._is_over:
             break_off(self._group)
 
@@ -265,7 +265,7 @@ class Load:
         return segments_for(self._wanted[0], self.config)
 
     def run(self, shared: SharedReads | None = None) -> None:
-        """Fetches all items, verifies them and passes them to the planner.
+        """Fetches all items, verifies them as the options say, and passes them to the planner.
 
         Args:
             shared: The reads that ranks share, from :meth:`segments` of each; makes this a
@@ -280,7 +280,7 @@ class Load:
             finish()
 
     def close(self) -> None:
-        """Drops references, as the tensors would otherwise live until the cycle is collected."""
+        """Drops the references to tensors, which would otherwise live until garbage collection."""
         self._afterwards.clear()
 
     def _want_tensor(self, item: ReadItem, stored: StoredTensor) -> None:
@@ -402,7 +402,7 @@ class Load:
 
 
 def _row_bytes(box: Box, stored: StoredTensor) -> int:
-    """Returns the bytes of a row of a stored tensor, for a box that covers only some columns."""
+    """Returns the size in bytes of a row of a stored tensor; a box needs some of its columns."""
     axis = next(axis for axis, (_, length) in enumerate(box) if length > 1)
     return row_major_strides(stored.shape)[axis] * stored.dtype.itemsize
 

@@ -96,7 +96,8 @@ class RankStatus(NamedTuple):
 
     Attributes:
         failure: The error that keeps the rank from beginning; None if it can begin.
-        earlier: The number of the earlier save that failed with ``failure``; None if this call did.
+        earlier: The number of the earlier save that failed with ``failure``; None if this call
+            failed.
         location: The location of the save or load, which must be the same on all ranks; empty if it
             may differ.
         options: Other settings that must be the same on all ranks, as text.
@@ -201,7 +202,7 @@ class Consensus:
             A ConfigError if two ranks were given different options, or run different versions; a
             DifferentCheckpointsError if they name different locations; the failure, if all failed
             ranks failed with the same class of error; a RanksFailedError if the classes differ, or
-            come from outside cloudckpt.
+            come from outside cloudckpt. A process that is alone raises its own failure.
         """
         failures = {
             rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None
@@ -293,14 +294,14 @@ class Meeting:
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def exchange(self, status: RankStatus, value: Any = None, *, during: str = "") -> Consensus:
-        """Exchanges the ranks' statuses, and a value of each; a collective call.
+        """Returns the statuses of all ranks, and a value of each; a collective call.
 
         Args:
             status: This rank's status.
             value: A value to report besides.
             during: What the ranks were doing, such as "while it was loaded", for messages; empty
-                if they meet before they begin. A rank that waits for others then logs who is
-                missing.
+                if they meet before they begin. Only if it is empty, a rank that waits long logs
+                which ranks are missing.
 
         Raises:
             ProcessGroupError: If the ranks lost each other.

@@ -101,7 +101,7 @@ class CloudStorageReader(OurReader):
     It works wherever torch takes a ``storage_reader``: for checkpoints of cloudckpt and of torch's
     own writers, and for models in safetensors files. It fetches only the bytes that this rank
     needs, directly into its tensors if these are contiguous in host memory, and verifies every
-    block that has a checksum.
+    block that has a checksum, unless ``Config(verify=False)`` is given.
 
     Attributes:
         transferred: The bytes and requests of this rank in the last load; None before.
@@ -204,7 +204,9 @@ class CloudStorageReader(OurReader):
                 can't be read for another reason.
             UntrustedPickleError: If the metadata name code that is not on the allow-list.
             CheckpointCorruptError: If the commit object is damaged.
-            CheckpointReplacedError: If it was replaced during each of several attempts to read it.
+            CheckpointReplacedError: If the checkpoint was replaced during each of several attempts
+                to read its metadata.
+            ConfigError: If ``key_mapping`` was given, and the location has a checkpoint.
             StoreError: If the store refuses or stays unreachable.
         """
         # torch's loader passes on a failure only as text, and then asks for the metadata of its
@@ -292,7 +294,7 @@ class CloudStorageReader(OurReader):
         return pickle.dumps(self._fetched)
 
     def adopt(self, packed: bytes | bytearray | memoryview | Model) -> Metadata:
-        """Uses the metadata that another rank's reader of this checkpoint has read.
+        """Takes over the metadata that another rank's reader has read, and returns them.
 
         Args:
             packed: The result of :meth:`packed` on that rank.
@@ -301,6 +303,7 @@ class CloudStorageReader(OurReader):
             UntrustedPickleError: If another writer's metadata name code that is not on the
                 allow-list.
             CheckpointCorruptError: If the metadata are damaged.
+            ConfigError: If ``key_mapping`` was given, and the location has a checkpoint.
         """
         if not isinstance(packed, (bytes, bytearray, memoryview)):
             return self._begun_with(packed)
@@ -331,7 +334,7 @@ class CloudStorageReader(OurReader):
 
     @contextlib.contextmanager
     def _unless_replaced(self) -> Iterator[None]:
-        """Replaces an error of damage by CheckpointReplacedError if the commit has changed."""
+        """Replaces a CheckpointCorruptError that is due to the replacement of the checkpoint."""
         try:
             yield
         except CheckpointCorruptError as error:
@@ -349,7 +352,7 @@ class CloudStorageReader(OurReader):
         self._places = self.places_in(metadata)
 
     def places_in(self, metadata: Metadata) -> Places:
-        """Returns the locations of the items in the metadata that this reader has read last.
+        """Returns the locations of the items of ``metadata``, which this reader has read.
 
         Raises:
             CheckpointCorruptError: If the metadata have no locations.
@@ -375,12 +378,13 @@ class CloudStorageReader(OurReader):
         return dataclasses.replace(plan, storage_data=_Source(str(self.uri), self._save_id))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Checks that all ranks load the same checkpoint.
+        """Returns the plans unchanged, after checking that all ranks load the same checkpoint.
 
         A job that derives the location on each rank, say from a listing, may derive different ones.
 
         Raises:
-            CheckpointReplacedError: If it was replaced while the ranks read its metadata.
+            CheckpointReplacedError: If the checkpoint was replaced while the ranks read its
+                metadata.
             DifferentCheckpointsError: If ranks load from different locations.
         """
         first: _Source | None = plans[0].storage_data if plans else None
@@ -403,7 +407,7 @@ class CloudStorageReader(OurReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fetches this rank's items; returns when all of them have arrived and are verified.
+        """Loads this rank's items; returns a completed future once all have arrived.
 
         If it raises, some tensors of the state dict may already hold new values.
 

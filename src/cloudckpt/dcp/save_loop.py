@@ -348,7 +348,9 @@ class SaveLoop:
         return made
 
     def _pending(self, writer: CloudStorageWriter, plan: KnownPlan, compared: int) -> Pending:
-        """Makes the pending object for this rank's saving process, without the items' locations.
+        """Returns what the saving process is to store if this trainer ends before the commit.
+
+        The saving process adds the locations of the items.
 
         Args:
             writer: The writer.

@@ -74,7 +74,7 @@ class CloudSavePlanner(DefaultSavePlanner):
 
     @classmethod
     def like(cls, planner: SavePlanner) -> SavePlanner:
-        """Returns this class's planner with the settings of a torch planner; others unchanged."""
+        """Returns a planner of this class in place of torch's; any other planner unchanged."""
         if type(planner) is not DefaultSavePlanner or _is_changed(planner):
             return planner
         return cls(
@@ -155,11 +155,11 @@ _VALUE = "a pickled value"  # its plan does not depend on the value
 
 
 class _UnknownError(Exception):
-    """A value whose effect on a plan is uncertain."""
+    """Raised for a value whose effect on a plan is uncertain."""
 
 
 def outline_of(flat: Flat) -> tuple[Any, ...] | None:
-    """Returns the outline of a state dict; None if a value's effect on a plan is uncertain."""
+    """Returns all that a plan depends on in a state dict; None if a value's effect is uncertain."""
     try:
         values = [*map(_about, flat.values.values())]
     except (_UnknownError, RuntimeError):  # tensors without a shape raise the latter
@@ -265,8 +265,7 @@ class KnownPlan:
         copies: The items that this rank has in common with others.
         of_all: On the coordinator, the plan of all ranks.
         expected: About how many bytes this rank will write.
-        forms: For each item, its form in an object; None unless it is a small tensor in host
-            memory.
+        forms: For each item, how it is stored; None unless it is a small tensor in host memory.
         extents: The locations of the items in the last save.
         of_ranks: On the coordinator, the extents of all ranks; empty before the first save.
         saves: How many saves have used the plan.
@@ -314,7 +313,7 @@ _lock = module_lock()
 
 
 def find(key: PlanKey) -> KnownPlan | None:
-    """Returns the plan that is kept for a key; None if no plan is."""
+    """Returns the kept plan of a key, or None."""
     with _lock:
         return next((plan for plan in _plans if plan.key == key), None)
 
@@ -361,7 +360,7 @@ def new_number() -> int:
 
 
 def _form(name: str, value: torch.Tensor, sizes: torch.Size) -> StoredForm | None:
-    """Returns the form of an item that is a whole small tensor in host memory; else None.
+    """Returns how an item is stored that is a whole small tensor in host memory; else None.
 
     Raises:
         UnsupportedTensorError: If torch can't save the tensor.

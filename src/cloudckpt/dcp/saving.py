@@ -78,7 +78,7 @@ class Contents:
         self._numbers: dict[int, int] = {}
 
     def known(self, item: int, digest: Digest) -> Place | None:
-        """Records an item's digest; returns the item's location in the base, if it has the item.
+        """Records an item's digest; returns the item's location in the base, or None if not there.
 
         The object's number is -1 for the first of :attr:`references`, -2 for the next, and so on.
         """

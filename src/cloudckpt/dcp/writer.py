@@ -144,8 +144,8 @@ class CloudStorageWriter(OurWriter):
     """Writes a checkpoint to ``s3://``, ``gs://``, ``az://``, ``file://`` or a local path.
 
     It works wherever torch takes a ``storage_writer``. Every rank streams its shards in parallel
-    multipart uploads out of tensor memory; the coordinator then commits with one conditional write
-    of ``.metadata``. Until then nothing is visible, and an earlier checkpoint at the location stays
+    multipart uploads out of tensor memory; the coordinator then commits by one write of
+    ``.metadata``. Until then nothing is visible, and an earlier checkpoint at the location stays
     loadable.
 
     The object can be pickled (only location, base, options, notes and hook are kept). It can be
@@ -156,10 +156,10 @@ class CloudStorageWriter(OurWriter):
         sender: Uploads the prepared objects, in this process or in a saving process.
         attempt: The random name of this save, on a rank that commits.
         noted: The notes to be stored with the checkpoint, as bytes.
-        hold: The base of this save and the marks that keep it, on a rank that commits.
-        contents: In an incremental save, makes a collector of the digests of a number of items that
-            looks them up in the base; None if everything is sent.
-        written: What this rank has written in this save; None until it has.
+        hold: On a rank that commits an incremental save, keeps the base from deletion; else None.
+        contents: In an incremental save, makes the collector that looks up items in the base, given
+            their number; None if everything is sent.
+        written: The record of what this rank has written in this save; None before.
         commits: Whether this rank commits.
         committed: Whether the save is committed, as far as this rank alone knows; None during the
             commit, after an uncertain commit, and if another rank commits.
@@ -265,7 +265,7 @@ class CloudStorageWriter(OurWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begins a save on this rank: requests the baseline, and records the state dict's nesting.
+        """Begins a save on this rank; a rank that commits asks what the location has now.
 
         Raises:
             ConfigError: If each rank is to commit on its own (``use_collectives=False``).
@@ -302,7 +302,7 @@ class CloudStorageWriter(OurWriter):
             self._baseline = Beginning(view, ask)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Waits for the baseline, before anything is sent.
+        """Returns the plan, once a rank that commits knows what checkpoint the location has.
 
         Raises:
             CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
@@ -318,7 +318,7 @@ class CloudStorageWriter(OurWriter):
 
     @property
     def waits_before_sending(self) -> bool:
-        """Whether the baseline must be known before anything is sent.
+        """Whether nothing may be sent before the baseline (the present checkpoint) is known.
 
         If False, only the commit needs the baseline: a saving process gets its work even in an
         outage of the store, in which the trainer may end.
@@ -326,7 +326,7 @@ class CloudStorageWriter(OurWriter):
         return self.sender is send_here or not self.config.overwrite
 
     def wait_for_baseline(self) -> None:
-        """Waits until the baseline is known, on the rank that commits.
+        """Waits, on a rank that commits, until it is known what checkpoint the location has.
 
         Raises:
             CheckpointExistsError: See :meth:`prepare_local_plan`.
@@ -360,7 +360,7 @@ class CloudStorageWriter(OurWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Sends this rank's items; returns when the store has all of them."""
+        """Sends this rank's items; returns a completed future once the store has all of them."""
         if self.is_incremental and self.contents is None:
             logger.warning(
                 "%s: everything is uploaded, because only cloudckpt.save with a CloudStorageWriter "
@@ -424,13 +424,18 @@ class CloudStorageWriter(OurWriter):
         return self.written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the checkpoint, on the coordinator.
+        """Commits the checkpoint, on the coordinator, and completes ``metadata`` accordingly.
+
+        An error of the commit hook before the commit is raised as well.
 
         Raises:
-            KeyCollisionError: If ranks have different values under one name, and this is an error.
-            IncompleteSaveError: If an item of the plan was not written.
+            KeyCollisionError: If ranks have different values under one name, and
+                ``Config(replicas="refuse")`` is given or they are parts of different models.
+            IncompleteSaveError: If an item of the plan was not written, or the save has not begun
+                or has already finished.
             DifferentCheckpointsError: If a rank has written to another location or store.
-            CheckpointCorruptError: If an object of an earlier checkpoint that it refers to is gone.
+            CheckpointCorruptError: If an object of an earlier checkpoint that this one needs is
+                gone.
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store's answers leave open whether the commit took place.
         """

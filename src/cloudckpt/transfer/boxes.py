@@ -64,7 +64,7 @@ def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the elements of memory that a nonempty tensor spans, from its first to its last."""
+    """Returns how many elements of memory a nonempty tensor spans, from its first to its last."""
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
 
 

@@ -75,7 +75,9 @@ def relay(
     moved: Callable[[int], None],
     arrived: Callable[[CopyTask], None],
 ) -> None:
-    """Copies objects from one store to another; on return all copies are complete and verified.
+    """Copies objects from one store to another; on return all copies are complete.
+
+    They are verified as well, where a checksum is known.
 
     Each part is received into memory and sent from there by one thread; several threads share
     `memory_budget` bytes, or the size of two parts if that is more. The received bytes are compared

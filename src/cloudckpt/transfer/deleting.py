@@ -1,4 +1,4 @@
-"""Deletes many objects, or uploads, in parallel; each is tried, whatever happens to the others.
+"""Deletes many objects, or aborts uploads, in parallel; one failure does not stop the others.
 
 An object that can't be deleted, because of a hold or temporarily, must not keep the others in the
 store, where they are billed.
@@ -88,7 +88,7 @@ def delete_all(
         what: The kind of objects, for the message.
 
     Raises:
-        StoreError: The error of the first object left; all others were tried.
+        StoreError: The error of the first object left; it does not stop the other deletions.
     """
     if left := delete_each(store, keys, policy, threads=threads):
         reason = next(iter(left.values()))

@@ -73,7 +73,9 @@ def download(
     shared: Shared | None = None,
     request_size: int | None = None,
 ) -> None:
-    """Downloads and delivers all wanted ranges; on return every byte has arrived and was verified.
+    """Downloads and delivers all wanted ranges, except those reported to ``damaged``.
+
+    Blocks with checksums are verified before they are delivered, unless ``config.verify`` is False.
 
     Args:
         store: The store of the objects.

@@ -65,10 +65,10 @@ class Pace(Protocol):
 
 
 class TaskGroup:
-    """Runs tasks on up to `width` threads; see :meth:`run`.
+    """Runs tasks on several threads; see :meth:`run`.
 
-    `submit` blocks while two tasks are queued, so that a producer can't run ahead of the network:
-    queued tasks keep memory alive.
+    `submit` blocks while `most_waiting` tasks are queued, so that a producer can't run
+    ahead of the network: queued tasks keep memory alive.
 
     Attributes:
         cancellation: The flag that running tasks should check.
@@ -88,7 +88,7 @@ class TaskGroup:
         """Prepares a group; threads start when tasks are submitted.
 
         Args:
-            width: The most threads.
+            width: The most threads; with ``pace``, the most to begin with.
             name: The beginning of the threads' names.
             most_waiting: How many tasks may be queued before ``submit`` blocks; infinite for tasks
                 that keep no memory alive, as otherwise the producer is woken for each.
@@ -262,9 +262,7 @@ class TaskGroup:
             thread.join()
 
     def _has_ended(self) -> bool:
-        """Waits for the threads to end; after a failure, only briefly. Returns whether all have
-        ended.
-        """
+        """Waits for the threads (only briefly after a failure); returns whether all ended."""
         with self._changed:
             while self._ended < len(self._started()):
                 if not self._changed.wait(_PATIENCE) and self._error is not None:

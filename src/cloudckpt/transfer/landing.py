@@ -77,7 +77,8 @@ class BytesSink(Sink):
 class TensorSink(Sink):
     """A tensor, or a part of one, that receives the stored elements of a range.
 
-    A contiguous one may be delivered in any pieces, any other only as a whole.
+    A contiguous tensor whose elements fill the range may be delivered in several pieces, any other
+    tensor only as a whole.
     """
 
     __slots__ = ("_dtype", "_strides", "_target")

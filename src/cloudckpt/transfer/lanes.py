@@ -3,8 +3,7 @@
 A lane is a thread with a connection. Clouds limit the rate of each connection (S3 to about 90 MB/s,
 others to 10), so more lanes are faster until the link, the store or the CPU is the limit; beyond
 that they only add cost. As that number is not known in advance, it is searched for: the lanes are
-multiplied as long as that moves more bytes, and otherwise reduced to as many as made the
-difference.
+multiplied as long as that moves more bytes, and otherwise reduced to the number that was enough.
 """
 
 from __future__ import annotations

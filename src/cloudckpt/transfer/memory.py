@@ -105,7 +105,7 @@ def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first byte, and the one after the last, of a nonempty tensor in its storage."""
+    """Returns the offsets, in its storage, of a nonempty tensor's first byte and its end."""
     itemsize = tensor.itemsize
     first = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():  # the usual case, and small tensors may be many
@@ -142,7 +142,7 @@ class Claims:
         self._taken: dict[torch.device, tuple[list[int], list[int], list[Hashable]]] = {}
 
     def overlap(self, tensor: torch.Tensor, owner: Hashable) -> bool:
-        """Returns whether a tensor shares memory with one that was added for another owner."""
+        """Returns whether a tensor's range overlaps a range that was added for another owner."""
         if tensor.device not in self._taken or not tensor.numel():
             return False
         starts, stops, owners = self._taken[tensor.device]

@@ -21,7 +21,7 @@ _ZEROS = bytes(ALIGNMENT)
 
 
 class Packer:
-    """Packs items into slabs; call `flush` before writing to the object by other means."""
+    """Packs items into shared blocks; call `flush` before writing to the object by other means."""
 
     def __init__(self, upload: ObjectUpload, pool: MemoryPool) -> None:
         self._upload = upload

@@ -62,7 +62,9 @@ def slab_of(budget: int) -> int:
 
 
 class MemoryPool:
-    """Lends at most `budget` bytes of host memory at a time; borrowers wait for free memory.
+    """Lends host memory, at most `budget` bytes at a time; borrowers wait for free memory.
+
+    A single block may be larger than `budget` if no other block is lent.
 
     Attributes:
         slab_bytes: The most bytes that :meth:`reserve` can reserve.
@@ -90,7 +92,7 @@ class MemoryPool:
     def take(self, nbytes: int, *, pinned: bool = False) -> Lease:
         """Lends a block of at least `nbytes` bytes, with one holder.
 
-        More than the budget is lent when nothing else is: an item of any size must be transferable.
+        A block larger than the budget is lent alone: an item of any size must be transferable.
 
         Args:
             nbytes: The size; not 0.
@@ -105,7 +107,7 @@ class MemoryPool:
         return Lease(self, memory, view)
 
     def _fitting(self, nbytes: int) -> tuple[Any, memoryview] | None:
-        """Takes the smallest free block of at least this size; else frees blocks, returns None."""
+        """Takes the smallest free block of at least this size; else frees some, returns None."""
         at = min(
             (n for n, (_, view) in enumerate(self._free) if view.nbytes >= nbytes),
             key=lambda n: self._free[n][1].nbytes,

@@ -38,8 +38,9 @@ _FIRST_PAUSE = 0.1  # seconds before a load is restarted; doubled each time
 class Retrier:
     """Retries an operation until it succeeds, fails permanently, or its deadline passes.
 
-    Transient failures are retried until the deadline, however often: a store that restarts refuses
-    connections for a minute, and clouds need minutes to scale up. The pauses are drawn between
+    Transient failures are retried until the deadline, unless ``attempts`` of the policy ends the
+    tries earlier: a store that restarts refuses connections for a minute, and clouds need minutes
+    to scale up. The pauses are drawn between
     ``base`` and three times the previous one, up to ``cap`` (decorrelated jitter); a longer pause
     that the store asks for is observed, up to a minute. Long waits are logged
     (:mod:`cloudckpt.waiting`). A cancelled group ends the wait at once.
@@ -62,9 +63,7 @@ class Retrier:
 
     @classmethod
     def for_cleanup(cls, policy: RetryPolicy) -> Retrier:
-        """Returns a retrier for clean-up after a failure: with few tries, so as to raise it
-        soon.
-        """
+        """Returns a retrier with few tries in at most 10 s, for clean-up after a failure."""
         attempts = min(policy.attempts or _CLEANUP_TRIES, _CLEANUP_TRIES)
         deadline = min(policy.deadline, 10.0)
         return cls(dataclasses.replace(policy, attempts=attempts, deadline=deadline))
@@ -85,6 +84,7 @@ class Retrier:
             StoreError: The last failure, if it is permanent or the retries are used up. The message
                 of a transient failure then says how often and how long it was retried. With
                 ``made``, the error is certain only if those of all tries were.
+            TransferCancelledError: If the transfer was cancelled.
         """
         doubtful = False
         with Waiting(self.policy.deadline, self._clock) as waiting:
@@ -110,7 +110,8 @@ class Retrier:
     def wait_for(self, look: Callable[[], T | None]) -> T | None:
         """Calls `look` until its result is not None; returns the result, None after the deadline.
 
-        ``attempts`` limits the tries of a request, and not these looks, none of which has failed.
+        ``attempts`` of the policy limits the calls only if there are no pauses (``cap`` is 0): it
+        is meant for failures, and a result of None is not a failure.
         """
 
         def seen() -> T:

@@ -44,7 +44,7 @@ _STATUS = 8  # bytes after a message's payload; the first is 1 unless the sender
 
 
 def digests(segments: Sequence[Segment]) -> torch.Tensor:
-    """Returns a hash of each segment's place, by which ranks recognize the same bytes of an object.
+    """Returns a hash of each segment's location, by which ranks recognize bytes that they share.
 
     Returns:
         A tensor of 64-bit hashes, int64, one per segment.

@@ -17,10 +17,10 @@ __all__ = ["StagingPool"]
 
 
 class StagingPool(MemoryPool):
-    """Memory of which each block is a tensor.
+    """A :class:`MemoryPool` whose blocks are tensors.
 
-    Tensors of any device and strides are copied into it slice by slice, so that the memory in use
-    does not depend on the size of a tensor.
+    Tensors of any device and strides are copied into the blocks slice by slice, so that the memory
+    in use does not depend on the size of a tensor.
     """
 
     def __init__(self, budget: int, cancellation: Cancellation) -> None:

@@ -148,7 +148,7 @@ class ObjectUpload:
         self._send_waiting()
 
     def abandon(self) -> None:
-        """Removes everything of the object from the store; errors are logged, not raised."""
+        """Aborts the upload, and deletes the object at the key; errors are logged, not raised."""
         self.abort()
         delete_quietly(self._store, [self.key], self._retrier.policy, threads=1)
 
@@ -411,7 +411,7 @@ def put_whole(
 
 
 def written(store: ObjectStore, key: str, attempt: str, policy: RetryPolicy) -> ObjectInfo | None:
-    """Returns the result of :meth:`ObjectStore.written`, with a few retries; None if they fail."""
+    """Returns the object if ``attempt`` wrote it; None if not, or if the store does not answer."""
     try:
         return Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
     except StoreError as error:
