@@ -28,7 +28,7 @@ DESELECTED: dict[str, dict[str, str]] = {
         (
             "test_put_if_absent_leaves_an_object_that_is_there",
             "test_one_of_many_writers_that_put_if_absent_at_once_wins",
-            "test_put_if_version_leaves_another_version_and_brings_nothing_back",
+            "test_put_if_version_replaces_that_version_and_brings_nothing_back",
             "test_of_two_writers_the_second_to_commit_is_told",
         ),
         _IGNORES_CONDITIONS,
