@@ -56,7 +56,7 @@ Kind = Literal["dcp", "torch"]
 
 
 class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
-    """Plans loads from sources without metadata; unlike torch's class, of values of any type.
+    """Plans loads from sources without metadata; values may have any type, unlike in torch's class.
 
     The state dict alone determines what is loaded and how it is sharded.
     """

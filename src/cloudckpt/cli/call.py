@@ -40,7 +40,7 @@ _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 
 
 def seconds(duration: str) -> float:
-    """Converts ``90s``, ``15min``, ``2h`` or ``1d`` to seconds; a number needs a unit.
+    """Converts ``90s``, ``15min``, ``2h`` or ``1d`` to seconds; only 0 needs no unit.
 
     Raises:
         typer.BadParameter: If ``duration`` is not such a text.

@@ -63,7 +63,7 @@ class Size(int):
 
 
 class Moment(float):
-    """A time in seconds since 1970 that a table shows as an age, such as ``3 h``, from ``0 s``."""
+    """A time in seconds since 1970 that a table shows as an age, such as ``3 h``."""
 
     def __str__(self) -> str:
         seconds = time.time() - self

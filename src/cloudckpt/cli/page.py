@@ -82,7 +82,7 @@ def _rows(items: list[StoredItem], types: dict[str, int]) -> list[list[Any]]:
 
 
 def _save(times: SaveTimes) -> dict[str, Any]:
-    """Returns the times of a save, in milliseconds since its beginning, which is in seconds."""
+    """Returns when a save began (seconds since 1970), and its times in milliseconds since then."""
     began = min(row[1] for row in times.ranks)
     return {
         "began": began / 1000,

@@ -93,7 +93,7 @@ _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 class ModelCommit:
-    """The files of a model that are not visible yet, and their commit."""
+    """Uploads the files of a model, and makes them visible together."""
 
     def __init__(
         self,
@@ -128,6 +128,9 @@ class ModelCommit:
 
         Args:
             part_sizes: The part size of each file, in bytes.
+
+        Returns:
+            The upload of each file.
 
         Raises:
             CheckpointExistsError: If there is a model and ``overwrite`` is off.
@@ -170,13 +173,15 @@ class ModelCommit:
     def complete(self, parts: Sequence[Sequence[Part]]) -> None:
         """Completes the files, each from its parts, and then writes the index.
 
-        If this raises, the uploads have been aborted already.
+        If this raises, the uploads have been aborted and completed files deleted already, unless
+        the error is a :class:`CommitUnknownError`.
 
         Raises:
             IncompleteSaveError: If parts of a file are missing.
             CheckpointConflictError: If another writer was faster; this save's files are deleted.
             CommitUnknownError: If the store did not say whether it carried out the last step.
-            StoreError: If the last step was certainly not carried out, and will not be.
+            StoreError: If the store refused a request or stayed unreachable, and the model is
+                certainly not visible.
         """
         try:
             with Span("commit", str(self._uri), 0):
@@ -292,7 +297,7 @@ class ModelCommit:
             )
 
     def _delete(self, infos: Iterable[ObjectInfo]) -> None:
-        """Deletes objects that nobody has replaced; first the file that readers open first."""
+        """Deletes unchanged objects, first ``model.safetensors``, which readers open first."""
         ordered = sorted(infos, key=lambda info: info.key != self._uri.key(SINGLE_FILE))
         delete = functools.partial(self._delete_one, retrier=self._retrier)
         self._each(ordered[:1], delete)

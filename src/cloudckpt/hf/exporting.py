@@ -164,7 +164,7 @@ class _Source:
 
     Attributes:
         tensors: The tensors as they will be stored in the model, with their new names.
-        names: The name of each in the checkpoint, by its new name.
+        names: For each new name, the tensor's name in the checkpoint.
         stored: The stored bytes of each tensor, in order, by its new name; None if the checkpoint
             does not have them exactly as they will be in the files.
         left_out: The names of the entries that are not exported.
@@ -235,7 +235,7 @@ def _in_order(
 def _load_by_file(files: Sequence[FilePlan], source: _Source) -> Callable[[int], torch.Tensor]:
     """Returns a function that loads one tensor to export, verified and converted.
 
-    It loads all tensors of a file of the model together, in place of those of the last file.
+    It loads all tensors of a file of the model together, and then drops those of the file before.
     """
     together = {tensor.name: file.tensors for file in files for tensor in file.tensors}
     loaded: dict[str, torch.Tensor] = {}
@@ -268,7 +268,7 @@ def _copied(
     config: Config,
     stats: TransferStats,
 ) -> list[list[Part]]:
-    """Has the store copy the files' parts; reads and sends the others; returns all parts."""
+    """Has the store copy parts, sends the parts that it can't copy; returns all parts by file."""
     group = TaskGroup(config.requests_at_once, name="cloudckpt-copy", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     sent = [
@@ -378,7 +378,7 @@ def cut(
 
 
 def _checksum_of(planned: Range, store: ObjectStore) -> int | None:
-    """Combines the checksums of the blocks in a range; None if it can't be known."""
+    """Returns the checksum of a range from those of its blocks; None without comparable ones."""
     blocks, algorithm = planned.source.blocks, store.capabilities.checksum
     if blocks is None or blocks.algorithm.name != algorithm.name:
         return None

@@ -223,7 +223,7 @@ class ModelFolder:
 
     @property
     def places(self) -> Places:
-        """Locates the tensors."""
+        """The positions of the tensors' bytes in the files of the model."""
         return _ModelPlaces(self)
 
 

@@ -84,7 +84,7 @@ _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a tensor, which a rank has.
+    """A part of a tensor that one rank has.
 
     Attributes:
         rank: The rank.
@@ -258,8 +258,8 @@ def type_name(dtype: torch.dtype, fqn: str) -> str:
 def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
     """Returns the bytes of a file before its tensors, which follow in this order without gaps.
 
-    The format has only one name for a byte range, so aliases are in the metadata, as the format's
-    own ``save_model`` writes those of tied weights.
+    The format has only one name for a byte range, so other names of a tensor are written to the
+    header's metadata, as ``save_model`` of the safetensors library does for tied weights.
 
     Raises:
         UnsupportedTensorError: If a name or a type can't be written, or the header would be too
@@ -306,7 +306,7 @@ def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) ->
         uri: The file, for messages.
 
     Raises:
-        CheckpointCorruptError: If no file of that size has such a header.
+        CheckpointCorruptError: If the file is too short, or its header would not fit into it.
     """
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     if len(first) < LENGTH_BYTES or not 2 <= length <= min(MOST_HEADER_BYTES, size - LENGTH_BYTES):
@@ -322,7 +322,7 @@ def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) ->
 def parse_header(
     text: bytes | bytearray | memoryview, size: int, uri: str
 ) -> dict[str, TensorEntry]:
-    """Returns the tensors of a file of ``size`` bytes by name; tied ones have several names.
+    """Returns the tensors of a file of ``size`` bytes by name; a tensor may have several names.
 
     Raises:
         CheckpointCorruptError: If the header violates the format: a tensor is outside of the file,
@@ -370,7 +370,7 @@ def index_bytes(files: Sequence[FilePlan], save_id: str) -> bytes:
 
 
 def claim_bytes(save_id: str) -> bytes:
-    """Returns the claim that takes the index's key while a model is being written.
+    """Returns the bytes that are stored in place of the index while a model is being written.
 
     No reader accepts it as an index. ``save_id`` is as in :func:`index_bytes`.
     """

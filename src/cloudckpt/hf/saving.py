@@ -94,6 +94,7 @@ def save(
             ``max_shard_size`` or ``fqn_to_file`` is invalid.
         UnsupportedTensorError: If a value is not a tensor, or of a type that the format lacks.
         IncompleteSaveError: If the ranks that save do not have all of a tensor.
+        ShapeMismatchError: If a tensor has different shapes or types on two ranks.
         CommitUnknownError: If the store did not say whether it carried out the last step.
         CloudCheckpointError: The cause, if all ranks that failed did so for the same reason.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
@@ -296,7 +297,7 @@ class SafetensorsWriter(OurWriter):
 
 
 def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
-    """Returns, for each name of which this rank has elements, the first name with its memory."""
+    """Returns, for each tensor with elements on this rank, the first name of the same memory."""
     memory: dict[str, list[Any]] = {}
     for item in plan.items if planner is not None else ():
         assert planner is not None
@@ -313,7 +314,7 @@ def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Returns a key that tensors share if they have the same elements and memory, or None."""
+    """Returns a key that is equal for tensors of the same memory and elements, or None."""
     usual = type(tensor) in PLAIN and tensor.layout == torch.strided
     if not usual or (of := memory_of(tensor)) is None:
         return None

@@ -48,7 +48,8 @@ class Extent:
         first: The number of the first part.
         part_size: Bytes of every part but the last.
         content: The header of the file, and tensors or rows of tensors.
-        ends: Whether its last part ends with it; otherwise the next extent continues that part.
+        ends: Whether the extent's end is also the end of its last part; otherwise the next extent
+            continues that part.
     """
 
     file: int
@@ -103,6 +104,9 @@ def plan_work(
         config: Options.
         limits: The limits of the store.
         by_position: Whether a part's number determines its offset, as in a local file.
+
+    Returns:
+        The part size of each file's upload in bytes (1 with ``by_position``), and each rank's work.
     """
     work = [RankWork([], []) for _ in range(ranks)]
     together: list[list[Extent]] = [[] for _ in range(ranks)]
@@ -374,7 +378,7 @@ class _Rounds:
         self._failed = torch.zeros(1, dtype=torch.int32, device=self._device)
 
     def exchange(self, one: Round) -> dict[Chunk, torch.Tensor] | None:
-        """Returns what other ranks have of this rank's extent; None if another rank has failed."""
+        """Exchanges chunks; returns the received ones, or None if another rank has failed."""
         ranks = dist.get_world_size(self._group)
         gives = sorted(one.gives, key=lambda give: give[0])
         chunks = [] if one.extent is None else one.extent.handed_over

@@ -86,7 +86,7 @@ class Saves:
         self._after_commit: list[Callable[[], object]] = []
 
     def configure(self, config: Config) -> None:
-        """Uses other options for the next saves and loads."""
+        """Uses other options from now on; if they differ, first waits for the save in progress."""
         if config != self._options.config:
             self.close()
             self._options = replace(self._options, config=config)
@@ -149,7 +149,7 @@ class Saves:
         self._resumed[line.run.root] = step
 
     def _line_of(self, run: Run) -> OwnLine:
-        """Returns this job's line in a run, and opens it if it is new."""
+        """Returns the :class:`OwnLine` of a run; makes it, and so reads the claim, on first use."""
         if run.root not in self._lines:
             self._lines[run.root] = OwnLine(run, self._meeting, None)
         return self._lines[run.root]

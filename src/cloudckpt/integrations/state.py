@@ -111,8 +111,8 @@ class Parts:
     ) -> dict[str, Any]:
         """Loads the models and optimizers in place, on any number of ranks; a collective call.
 
-        Afterwards an optimizer has exactly the states that were saved. Saved states that the
-        optimizer can't take, for example because its options differ, are named in a warning.
+        Afterwards an optimizer has the states that were saved, and no others. Saved states that the
+        optimizer can't take, for example because its options differ, are left out with a warning.
 
         Args:
             uri: The location of the checkpoint.
@@ -200,7 +200,10 @@ def _without_new_states(optimizer: Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_all_states(optimizer: Optimizer) -> Iterator[None]:
-    """Makes torch create the states of all parameters, if any is missing; restores gradients."""
+    """Lets torch create the states of all parameters during the block, if any is missing.
+
+    Existing states are then dropped; gradients are restored after the block.
+    """
     parameters = _parameters(optimizer)
     if any(tensor.requires_grad and tensor not in optimizer.state for tensor in parameters):
         optimizer.state.clear()
@@ -291,15 +294,16 @@ def _numpy() -> Any:
 def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
     """Maps the files beneath a folder that this rank has to save; a collective call.
 
-    Ranks on one machine see the same files; other machines have their own. Of several files with
-    one name, that of the lowest rank is saved. The files are divided among the ranks that see them.
+    Ranks on one machine see the same files; other machines have their own. If files of one name
+    have different sizes, the size that the lowest rank with such a file sees is saved. Each file is
+    saved by one of the ranks that see it in that size, so its content may be that of any of them.
 
     Args:
         folder: The folder on each rank's disk.
         meeting: The meeting of the ranks that save.
 
     Returns:
-        The content of each file as a uint8 tensor, by path in the folder.
+        The content of each file that this rank saves as a uint8 tensor, by path in the folder.
 
     Raises:
         ConfigError: If no rank has a file in the folder.
@@ -378,7 +382,7 @@ def _map_files_of_sizes(folder: str, sizes: Mapping[str, int]) -> dict[str, torc
 
 
 def _owners(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """Assigns each file to a rank that has it in the size that the lowest rank sees, in turn."""
+    """Assigns each file, by turns, to a rank on which it has the size that the lowest rank sees."""
     seen_by: dict[str, list[int]] = {}
     for rank, files in enumerate(sizes):
         for name, size in files.items():

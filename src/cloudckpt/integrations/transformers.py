@@ -136,7 +136,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._raise_or_log(lambda: self._save(args, state, state.global_step))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Continues the step that the Trainer resumes from a local checkpoint of its own.
+        """Makes later saves continue the step that the Trainer resumes from a local checkpoint.
 
         Raises:
             CloudCheckpointError: If the run can't be read.

@@ -73,7 +73,7 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
 
     Args:
         uri: The location of the checkpoint.
-        wait: Seconds to wait for saving processes that are still sending.
+        wait: Maximum seconds to wait for saving processes that are still sending.
         config: Options.
 
     Raises:
@@ -83,6 +83,7 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
         ConfigError: If ``uri`` is the folder of a run.
         InvalidURIError: If ``uri`` is not a valid location.
         StoreError: If the store refuses or stays unreachable.
+        CommitUnknownError: If the store does not say whether the commit took place.
     """
     location, config = CheckpointURI.parse(uri), config_or_default(config)
     try:
@@ -121,7 +122,7 @@ def adopt_pending(
 
 
 class _Adoption:
-    """The adoption of one pending step."""
+    """Commits one pending step from the records that its saving processes have left."""
 
     def __init__(self, uri: CheckpointURI, config: Config, hook: CommitHook) -> None:
         self._uri, self._config, self._hook = uri, config, hook
@@ -147,13 +148,14 @@ class _Adoption:
         delete_quietly(self._run.store, keys, self._config.retry, threads=threads)
 
     def _wait_for_records(self, job: str, until: float) -> Mapping[int, Pending]:
-        """Waits until all ranks of one save of ``job`` have sent their data; returns the records.
+        """Waits until all ranks of one save of ``job`` have sent their data.
 
-        Of several such saves it is the newest.
+        Returns:
+            The record of each rank; if several saves are complete, those of the newest save.
 
         Raises:
-            IncompleteSaveError: If records are of another job only, stop changing, or are not
-                complete at the time ``until``.
+            IncompleteSaveError: If there are no records or only those of another job, or if records
+                are not complete when they stop changing or at the time ``until``.
         """
         is_logged, silent = False, 0  # counted in listings: a slow store makes both sides slow
         while True:
@@ -210,10 +212,10 @@ class _Adoption:
         self._records = {key: known[key] for key in newest_first}
 
     def _compare(self, by_rank: Mapping[int, Pending]) -> None:
-        """Refuses or logs, as ``Config.replicas`` says, ranks that differ in the value of a name.
+        """Checks that the ranks saved equal values under equal names, as ``Config.replicas`` says.
 
         Raises:
-            IncompleteSaveError: If they differ, and ``replicas`` is ``"refuse"``.
+            IncompleteSaveError: If values differ, and ``replicas`` is ``"refuse"``.
         """
         if are_alike(pending.copies for pending in by_rank.values()):
             return

@@ -131,8 +131,8 @@ class History:
     """The committed steps of a run, with their notes, oldest first.
 
     Attributes:
-        line: The notes of the steps on the run's line.
-        abandoned: The notes of the abandoned steps.
+        line: For each step on the run's line (:mod:`cloudckpt.runs.line`), its notes.
+        abandoned: For each abandoned step, its notes.
         unread: For each step whose notes can't be read, the error: it is not known whether such a
             step is on the line.
     """
@@ -244,7 +244,7 @@ class Run:
     def walk(
         self, steps: Sequence[int] | None = None, adopt: Callable[[int], None] | None = None
     ) -> Iterator[tuple[int, Notes | CloudCheckpointError, bool]]:
-        """Yields the committed steps, newest first: step, notes, whether it is on the line.
+        """Yields the committed steps, newest first: step, notes, whether the step is on the line.
 
         Notes are read on demand, so an unreadable old step does not fail a caller that needs a
         newer one. Instead of notes that can't be read the error is yielded, and the step counts as
@@ -302,7 +302,7 @@ class Run:
             return None if isinstance(error, CheckpointNotFoundError) else error
 
     def newest(self, steps: Sequence[int] | None = None) -> int | None:
-        """Returns the newest committed step on the run's line; None if the line has none.
+        """Returns the newest committed step on the run's line; None if no step is on it.
 
         Steps whose notes are damaged are logged and skipped.
 
@@ -383,7 +383,7 @@ class Run:
         return sorted(summaries, key=lambda item: (item.step is None, item.step or 0, item.uri))
 
     def summary(self, folder: str) -> CheckpointSummary | None:
-        """Describes the checkpoint in a folder of the run; None if it is another program's folder.
+        """Describes the checkpoint in a folder of the run; None if the folder has no checkpoint.
 
         Other programs' folders may have names that are not valid in a location (``..``, ``what?``).
         """

@@ -1,4 +1,4 @@
-"""Copies one checkpoint: like a save, but its bytes come from another location."""
+"""Copies one checkpoint: it is committed like a save, with bytes from another location."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Copied:
         objects: The number of copied data objects.
         nbytes: The bytes of these objects.
         by_store: The bytes that the store copied itself; the rest passed through this machine.
-        already_there: The number of a run's checkpoints that the target already had, identical.
+        already_there: The number of a run's checkpoints of which the target already had an
+            identical one; of :func:`detach`, 1 if there was nothing to copy.
     """
 
     checkpoints: int = 0
@@ -126,7 +127,7 @@ def copy_checkpoint(
 
 
 def _tasks(part: ReadContent, source: Run, target: Run, attempt: str) -> dict[str, CopyTask]:
-    """Returns the data objects to copy, by their names in the source.
+    """Returns the copies to make, by the names of the data objects in the source.
 
     For a copy to its own location, only objects in the folders of other checkpoints are copied.
 
@@ -270,7 +271,7 @@ def _has_the_same(target: Run, ours: ReadContent) -> bool:
 
 
 def _content(part: ReadContent) -> bytes:
-    """Returns the bytes of a checkpoint's record without what a copy changes: objects' names."""
+    """Returns a checkpoint's record as bytes without the names of objects, which a copy changes."""
     record = part.commit.record
     assert record is not None  # the checkpoint has checksums
     unnamed = partial(replace, rank=0, ordinal=0, attempt="", folder="")

@@ -58,7 +58,7 @@ logger = logging.getLogger("cloudckpt")
 
 
 def _write_claim(run: Run, job: str, continues: Mapping[str, int], seen: Owner | None) -> Owner:
-    """Claims a run, unless another job has done so since its claim was read.
+    """Claims a run for a job; returns the new claim.
 
     Args:
         run: The run.
@@ -96,7 +96,7 @@ def _write_claim(run: Run, job: str, continues: Mapping[str, int], seen: Owner |
 
 
 def _check(run: Run, claim: Owner) -> None:
-    """Checks that no other job has claimed the run since a claim.
+    """Checks that this claim of the run is still the current one.
 
     Raises:
         CheckpointConflictError: If another job has claimed the run, or the claim was deleted.
@@ -154,8 +154,8 @@ class OwnLine(CommitHook):
     Attributes:
         run: The run.
         job: The job's name, which is part of each step's notes; empty until the job claims the run.
-        base: The location of the base of the next save, if that is incremental and the first since
-            a restore; otherwise None.
+        base: The location of the restored checkpoint, if the next save is incremental and the first
+            since a restore, and so may refer to that checkpoint's data; otherwise None.
         has_restored: Whether the job has called ``restore()`` without ``source``, and so knows
             whether the run has steps.
     """
@@ -192,7 +192,7 @@ class OwnLine(CommitHook):
         return self.job
 
     def check_claim(self) -> None:
-        """Waits for the claim if one was begun, checks it, and calls the user's hook."""
+        """Waits for the answer to a claim in progress, checks the claim, calls the user's hook."""
         if self._claim is not None:
             _check(self.run, self._claim.result())
         self._inner.check_claim()
@@ -249,7 +249,7 @@ class OwnLine(CommitHook):
             self._begins = self._begins and not saves
 
     def explain(self, error: CloudCheckpointError) -> None:
-        """Rewrites the message of an existing step's error if the job did not call ``restore()``.
+        """Rewrites the message of a CheckpointExistsError if the job did not call ``restore()``.
 
         Without it, a save replaces no step, even if the options allow it.
         """

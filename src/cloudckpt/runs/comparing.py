@@ -88,6 +88,9 @@ def diff(
         pattern: The names of the entries to compare; ``*`` stands for any text.
         config: Options.
 
+    Returns:
+        The comparison of each entry; ``are_same`` says whether all of them are the same.
+
     Raises:
         InvalidURIError: If ``first`` or ``second`` is not a valid location.
         CheckpointNotFoundError: If either location has no committed checkpoint.
@@ -144,7 +147,7 @@ def _compared(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The stored bytes of a chunk: the checksum, its algorithm, and how many bytes they are."""
+    """The checksum of a chunk's stored bytes, its algorithm, and the number of bytes."""
 
     algorithm: ChecksumAlgorithm
     checksum: int

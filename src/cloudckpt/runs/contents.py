@@ -73,7 +73,8 @@ class CheckpointContents:
         has_checksums: Whether the checkpoint can be verified by checksums; False for those of
             torch's own writers.
         shared: For each other checkpoint of the run that this one refers to, by location, the bytes
-            that it shares, envelopes included; empty if it refers to no other checkpoint.
+            of it that this one needs, including torch's format around each tensor; empty if this
+            one refers to no other checkpoint.
         times: The times of the save; None if they were not recorded, as by torch's own writers.
     """
 
@@ -86,7 +87,7 @@ class CheckpointContents:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all entries, without envelopes."""
+        """The bytes of all entries, without torch's format around each tensor."""
         return sum(item.nbytes for item in self.items)
 
 
@@ -189,7 +190,7 @@ class ReadContent:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[StoredBytes]:
-        """Reads the indexes; returns each chunk's stored bytes, with their checksums.
+        """Returns where each chunk's bytes are stored, with the checksums that this reads.
 
         Arguments and errors: :meth:`cloudckpt.checkpoint.places.Places.sources`.
         """

@@ -69,8 +69,8 @@ def copy(
     run's claim, which decides which steps are abandoned, is copied if the target has no claim.
     Uncommitted checkpoints and other files are not copied. A damaged checkpoint is skipped, and
     reported at the end. A checkpoint that is deleted during the copy, for example by the retention
-    of a running job, is left out and logged. A checkpoint that the target already has is not copied
-    again, so an interrupted copy of a run can be continued by the same call.
+    of a running job, is left out and logged. A checkpoint that the target already has, with equal
+    checksums, is not copied again, so the same call continues an interrupted copy of a run.
 
     A folder is a checkpoint or a run, never both. If ``source`` is a checkpoint and ``target`` an
     existing run, the copy is put into the run under the name of the source's folder, as with
@@ -88,6 +88,9 @@ def copy(
             must call this function. A single checkpoint is copied by the first rank.
         progress: Called with the bytes that this rank has copied so far and the bytes that it will
             copy in all, from any thread.
+
+    Returns:
+        How much all ranks together have copied.
 
     Raises:
         InvalidURIError: If ``source`` or ``target`` is not a valid location.
@@ -230,6 +233,8 @@ def detach(
         CheckpointNotFoundError: If the location has no committed checkpoint.
         CheckpointCorruptError: If the shared bytes are damaged; the checkpoint stays unchanged.
         CheckpointConflictError: If another writer has replaced the checkpoint meanwhile.
+        CheckpointReplacedError: If the checkpoint was replaced meanwhile, again and again.
+        CommitUnknownError: If the store does not say whether the commit took place.
         StoreError: If the store refuses or stays unreachable.
     """
     checkpoint = Run(checkpoint_id, config=replace(config_or_default(config), verify=True))
@@ -239,7 +244,7 @@ def detach(
 
 
 def _copies(origin: Run, goal: Run, step_name: str | None) -> list[_Copy]:
-    """Lists the copies to make: one of the source if it is a checkpoint, or all of a run.
+    """Lists the copies to make: of the source if that is a checkpoint, else of a run's checkpoints.
 
     Raises:
         ConfigError: If the source and the target are the same.
@@ -281,7 +286,7 @@ def _copies(origin: Run, goal: Run, step_name: str | None) -> list[_Copy]:
 
 
 def _is_run(folder: Run) -> bool:
-    """Returns whether a folder has committed checkpoints in its subfolders."""
+    """Returns whether subfolders have committed checkpoints; False if listing them is denied."""
     try:
         return any(summary.is_committed for summary in folder.summaries())
     except AccessDeniedError:  # credentials that allow only writes to the target

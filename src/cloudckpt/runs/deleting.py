@@ -125,6 +125,7 @@ def delete_run(
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
+        ConfigError: If ``run`` is a checkpoint, not a run.
         StoreError: If the store refuses or stays unreachable.
     """
     location, config = CheckpointURI.parse(run), config_or_default(config)

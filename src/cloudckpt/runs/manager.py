@@ -453,7 +453,7 @@ class CheckpointManager(ClosedAtExit):
         self._pruner.wait()
 
     def status(self) -> RunStatus:
-        """Returns what this rank knows of the run's saves; no request, no collective."""
+        """Returns what this rank knows of the run's saves; sends nothing and waits for nothing."""
         return self._saves.status()
 
     def close(self) -> None:

@@ -232,7 +232,7 @@ class Agreement:
             self._group = None
 
     def step(self, noticed: bool, is_due: bool = False) -> tuple[bool, bool]:
-        """Contributes this rank's flags, and returns which flags any rank has set; same on all.
+        """Passes on this rank's flags; returns which flags any rank has set, the same on all ranks.
 
         The result has the flags of the previous step; after steps that took more than a second on
         all ranks, also those of this step.

@@ -52,7 +52,8 @@ def restore_newest(
         The step that was loaded; None if the line has no step.
 
     Raises:
-        CheckpointCorruptError: If all steps are damaged.
+        CheckpointCorruptError: If no step could be loaded, and the newest one is damaged.
+        CheckpointNotFoundError: If no step could be loaded, and the newest one was deleted.
         CloudCheckpointError: The other errors of ``load``.
     """
     adopt = None if until is None else partial(_adopt, run, hook, until)
@@ -116,7 +117,7 @@ def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
 
 
 def notes_to_restore(run: Run, step: int) -> Notes:
-    """Reads the notes of a step to restore, and warns if it is not the newest.
+    """Reads the notes of a step to restore; logs a warning if the step is not the newest one.
 
     Raises:
         CheckpointNotFoundError: If the step is not committed; the message lists those that are.

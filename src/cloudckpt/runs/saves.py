@@ -98,7 +98,7 @@ class Save:
 
 
 class Saves:
-    """The saves of a job in their order, without settled ones before the newest committed one.
+    """The list of a job's saves, in order; :meth:`end` removes those that no longer matter.
 
     Failures are counted at the same call on all ranks, so all ranks decide alike whether training
     goes on; a commit becomes known to each rank at another time.
@@ -132,7 +132,7 @@ class Saves:
 
     @property
     def newest(self) -> int | None:
-        """The last step saved or restored by this job, without failed saves."""
+        """The last step that this job restored or began to save; reported failures don't count."""
         with self._lock:
             counted = (save.step for save in reversed(self._all) if save.outcome != "failed")
             return next(counted, None)
@@ -231,7 +231,7 @@ class Saves:
         )
 
     def _row(self) -> int:
-        """Returns how many saves failed in a row, most recently; same on all ranks."""
+        """Returns the length of the latest series of failed saves; the same on all ranks."""
         row = 0
         for save in reversed(self._all):
             if save.outcome == "failed":

@@ -36,10 +36,14 @@ _EXAMPLE = 10**17  # digits that can't overlap with themselves, so any digits ma
 
 
 def check_step(step: int, name: str = "step") -> int:
-    """Converts a step, given as the option ``name``, to a Python int; it may be of numpy or torch.
+    """Converts a step to a Python int, also from an integer of numpy or torch.
+
+    Args:
+        step: The step.
+        name: The name of the option that has the step, for the message.
 
     Raises:
-        ConfigError: If it is not a whole number from 0 to :data:`HIGHEST_STEP`.
+        ConfigError: If ``step`` is not a whole number from 0 to :data:`HIGHEST_STEP`.
     """
     number = whole_number(step)
     if number is None or not 0 <= number <= HIGHEST_STEP:
@@ -75,8 +79,8 @@ def check_seconds(name: str, value: object, *, or_zero: bool = False) -> None:
 class StepNames:
     """Converts steps to folder names, and folder names to steps, by a pattern.
 
-    A folder is that of a step only if formatting the step gives exactly its name: with the pattern
-    ``step-{step}``, the folder ``step-007`` is not that of step 7, but another program's.
+    A folder belongs to a step only if formatting the step gives exactly the folder's name: with the
+    pattern ``step-{step}``, the folder ``step-007`` belongs to another program, not to step 7.
     """
 
     def __init__(self, pattern: str = DEFAULT_PATTERN) -> None:
@@ -115,7 +119,7 @@ class StepNames:
         return self._with(check_step(step))
 
     def step(self, name: str) -> int | None:
-        """Returns the step whose folder has this name; None if the name is not that of a step."""
+        """Returns the step whose folder has this name; None if no step's folder has it."""
         match = self._pattern.fullmatch(name)
         if match is None or len(match[1]) > 18:
             return None

@@ -124,10 +124,10 @@ def sweep(
 
 
 class _Sweep:
-    """Lists the leftovers of a run when it is made, and deletes them."""
+    """The leftovers of a run, listed when this is created; :meth:`delete` deletes them."""
 
     def __init__(self, run: URILike, older_than: float, config: Config | None) -> None:
-        """Lists all objects and uploads beneath the folder, and keeps those that are leftovers."""
+        """Lists objects and uploads beneath the folder, and selects the leftovers among them."""
         self._run = Run(run, config=config)
         self._objects: list[ObjectInfo] = []
         self._unread: list[str] = []
@@ -231,7 +231,7 @@ class _Sweep:
         return references
 
     def _named(self, folder: str) -> _Named:
-        """Returns the keys that the checkpoint in a folder names; none if it is not committed."""
+        """Returns the keys that a folder's checkpoint names; empty if none is committed there."""
         store, uri = self._run.store, self._uri(folder)
         key = uri.key(METADATA)
         try:
@@ -264,7 +264,7 @@ class _Sweep:
         return [info for info in old if drawn_part(info.key) not in names]
 
     def _manifest(self, folder: str) -> bytes | None:
-        """Reads the manifest of a folder; empty if it has none, None if it is damaged."""
+        """Reads a folder's manifest; empty if there is none, None if the manifest is damaged."""
         if folder not in self._manifests:
             store, key = self._run.store, inside(folder) + MANIFEST
             content: bytes | None = None
@@ -323,7 +323,7 @@ def _is_old(info: ObjectInfo, limit: float) -> bool:
 
 
 def _is_ours(key: str) -> bool:
-    """Returns whether only cloudckpt gives objects such names."""
+    """Returns whether the last part of a key is a name that only cloudckpt gives to objects."""
     return is_drawn_name(key.rpartition("/")[2]) or _is_of_files(key)
 
 

@@ -33,7 +33,7 @@ class Verified:
 
     Attributes:
         items: The number of items, that is of chunks of tensors and of pickled values.
-        nbytes: The bytes of the items, without envelopes.
+        nbytes: The bytes of the items, without torch's format around each tensor.
         has_checksums: Whether the bytes were compared with checksums; if not, it is only known that
             no byte is missing.
     """
@@ -53,9 +53,10 @@ def verify(
 ) -> Verified:
     """Reads a committed checkpoint completely, and compares each object with its checksum.
 
-    If it returns, each byte is as it was written, including envelopes and the metadata for other
-    readers. If an object differs, its blocks are compared to find the damaged items. All damage is
-    reported, not only the first; for an object whose index is damaged, only the index is reported.
+    If this returns, each byte is unchanged, including torch's format around each tensor and the
+    metadata for other readers. If an object differs, its blocks are compared to find the damaged
+    items. All damage is reported, not only the first; but if an object's list of block checksums
+    (its index) is damaged, only that list is reported.
     Of objects that an incremental checkpoint shares with others, only its own items are read. At
     most ``memory_budget`` bytes of memory are used. A checkpoint of torch's own writers has no
     checksums: only the presence of all bytes is checked.
@@ -66,7 +67,10 @@ def verify(
         process_group: The ranks that divide the objects among themselves; all of them must call
             this function.
         progress: Called with the bytes that this rank has read so far and the bytes that it will
-            read in all, envelopes included, from any thread.
+            read in all, from any thread.
+
+    Returns:
+        How much was verified, and whether the checkpoint has checksums.
 
     Raises:
         InvalidURIError: If ``uri`` is not a valid location.

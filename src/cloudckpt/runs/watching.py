@@ -24,7 +24,7 @@ def watch(
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
 ) -> Iterator[CheckpointSummary]:
-    """Yields each committed checkpoint of a run once: first the existing ones, then new ones.
+    """Yields the committed checkpoints of a run: first the existing ones, then each new one.
 
     ::
 

@@ -244,7 +244,7 @@ class BroadcastingTorchSaveReader(OurReader):
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
     ) -> torch.Tensor:
-        """Returns a row-major tensor: the file's on the reading rank, an empty one on others."""
+        """Returns a row-major tensor: the file's on the reading rank, on others a new one."""
         stored: torch.Tensor | None = self._content.get(fqn)
         if stored is not None:
             plain = stored.detach().resolve_conj().resolve_neg()
