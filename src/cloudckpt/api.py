@@ -89,8 +89,9 @@ def save(
     """Saves a distributed state dict to a URI, as ``torch.distributed.checkpoint.save`` does.
 
     When this returns, the checkpoint is committed and complete. If it raises, it raises on every
-    rank: no new checkpoint is visible, an existing one is unchanged, and the data sent are deleted.
-    Only after a CommitUnknownError, a ProcessGroupError or an interrupt may the new one exist.
+    rank. After a CommitUnknownError, a ProcessGroupError or an interrupt, the new checkpoint may
+    exist. After any other error no new checkpoint is visible, an existing one is unchanged, and the
+    data that was sent is deleted.
 
     Args:
         state_dict: The state dict; of ``Stateful`` values, their ``state_dict()`` is saved.
@@ -110,6 +111,7 @@ def save(
         access; printing or comparing it reads nothing (unread metadata is equal to itself only).
 
     Raises:
+        InvalidURIError: If the location is missing or invalid.
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
         ConfigError: If the arguments contradict each other, if the writer is another package's, or
             if the location is the folder of a run, which can't be a checkpoint as well.
@@ -150,11 +152,12 @@ def load(
 ) -> LoadReport:
     """Loads a checkpoint into a state dict in place, as ``torch.distributed.checkpoint.load`` does.
 
-    When this returns, every byte has been verified. If it raises, it raises on every rank, and the
-    tensors of ``state_dict`` may hold some of the new values; only errors of the caller's own
-    ``load_state_dict`` methods, which are called once all ranks have loaded, are raised on their
-    rank alone. If a writer replaces the checkpoint meanwhile, all ranks start again with the newer
-    one, a few times: everything loaded comes from one save.
+    When this returns, every byte that was read has matched its checksum, unless ``verify`` is off;
+    checkpoints of other writers have no checksums. If it raises, the tensors of ``state_dict`` may
+    hold some of the new values. Errors are raised on every rank, except those of the caller's own
+    ``load_state_dict`` methods, which are called once all ranks have loaded. If a writer
+    replaces the checkpoint meanwhile, all ranks start again with the newer one, a few times:
+    everything loaded comes from one save.
 
     Args:
         state_dict: The entries to load: its keys select them, its tensors receive them and
@@ -174,12 +177,15 @@ def load(
         contains more than loaded entries.
 
     Raises:
+        InvalidURIError: If the location is missing or invalid.
+        ConfigError: If the arguments contradict each other, or the reader is another package's.
         CheckpointNotFoundError: If there is no committed checkpoint.
         MissingKeyError: If ``strict`` and the checkpoint lacks a key (with the default planner).
         ShapeMismatchError: If ``strict`` and a shape differs (with the default planner).
         CheckpointCorruptError: If bytes are missing or damaged.
         CheckpointReplacedError: If the checkpoint was replaced repeatedly meanwhile.
         UntrustedPickleError: If a pickle would run code that is not on the allow-list.
+        CloudCheckpointError: The cause, if all ranks that failed did so for the same reason.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
     """
@@ -351,8 +357,12 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
         uri: ``s3://bucket/path`` or another location.
         config: Options; by default those of the environment.
 
+    Returns:
+        True if the checkpoint exists; False if the store reports that it does not.
+
     Raises:
         InvalidURIError: If `uri` is not a valid location.
+        ConfigError: If an option is invalid.
         BucketNotFoundError: If the bucket does not exist.
         StoreError: If the store refuses the request or stays unreachable.
     """
@@ -362,7 +372,7 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
 
 
 def content_of(state_dict: dict[str, Any], rank: int) -> Content:
-    """Returns the content to save of a state dict; calls ``state_dict()`` of ``Stateful`` values.
+    """Prepares a state dict to be saved; calls ``state_dict()`` of its ``Stateful`` values.
 
     Args:
         state_dict: The state dict.

@@ -237,6 +237,7 @@ class Checkpointer(ClosedAtExit):
         """Waits until all saves are committed, or have failed.
 
         Raises:
+            ClosedError: If the checkpointer was closed.
             CloudCheckpointError: The first failure that no earlier call has raised.
         """
         self._check_open()
@@ -313,7 +314,8 @@ class AsyncCheckpointer(Checkpointer):
             on_failure: Called instead of raising the failure of an earlier save, on all ranks
                 alike, with the numbers of the saves that failed (:attr:`SaveFuture.number`) and the
                 error. An exception that it raises is raised by the checkpointer.
-            when_busy: The policy, unless ``BackgroundOptions(when_busy=...)`` sets another.
+            when_busy: What a save does while an earlier one is in progress, unless
+                ``BackgroundOptions(when_busy=...)`` is set, which describes the values.
 
         Raises:
             ConfigError: If an option has the wrong class, differs between ranks, or this rank is

@@ -333,10 +333,10 @@ class CheckpointConflictError(CheckpointError):
 class CommitUnknownError(CheckpointError):
     """It is unknown whether the commit took place; it may still take place.
 
-    A gateway responded in the store's place, or the connection broke, and when the store was asked
-    the checkpoint did not exist. Nothing is deleted, as the request may still arrive. This is also
-    raised if something fails after the commit, such as in a subclass of cloudckpt's writer; the
-    message says so then.
+    The store's response to the commit was lost, or a gateway responded in the store's place, and
+    later requests did not show for certain what happened. Nothing is deleted, as the commit may
+    still be carried out. This is also raised if something fails after the commit, such as in a
+    subclass of cloudckpt's writer; the message says so then.
     """
 
 

@@ -106,7 +106,7 @@ _relay: Listener | None = None
 
 
 def subscribe(listener: Listener, *, progress: bool = True) -> Callable[[], None]:
-    """Calls a function with each event of this process and of its saving processes.
+    """Registers a function to be called with each event of this process and its saving processes.
 
     The function is called on the threads that save and load, and should be quick; exceptions that
     it raises are logged.
@@ -288,6 +288,9 @@ def record(uri: str | None = None) -> Iterator[Timeline]:
 
     Args:
         uri: The URI as in events: ``s3://bucket/run/step-1000``, or ``file:///path``. None for all.
+
+    Yields:
+        The events, without ``progress``: a timeline that grows while the block runs.
     """
     timeline = Timeline()
 
@@ -304,7 +307,9 @@ def record(uri: str | None = None) -> Iterator[Timeline]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[None]:
-    """Shows the bytes of saves and loads in a ``with`` block; does nothing without a terminal.
+    """Shows progress bars of the saves and loads in a ``with`` block, on standard error.
+
+    It does nothing if standard error is not a terminal.
 
     Raises:
         MissingDependencyError: If rich is not installed.

@@ -68,9 +68,9 @@ def save_file(
     """Writes one object of any kind: a tokenizer, a configuration, a file.
 
     The object appears, or replaces the existing one, once all of it is in the store, which verifies
-    its checksum where it can. If this raises, nothing has changed; only after a :class:`StoreError`
-    that is not ``certain`` may the new object exist, complete. Large files are sent in parallel
-    parts, using at most ``memory_budget`` bytes of memory.
+    its checksum where it can. If this raises, nothing has changed, unless the error is a
+    :class:`StoreError` that is not ``certain``: then the new object may exist, complete. Large
+    files are sent in parallel parts, using at most ``memory_budget`` bytes of memory.
 
     The store itself evaluates a condition, so that one of several writers wins. A conditional write
     is one request, sent from memory::
@@ -253,7 +253,7 @@ def _put_on_condition(
 
 
 def _check_conditions(store: ObjectStore, key: str, config: Config, retrier: Retrier) -> None:
-    """Raises ConfigError unless the store honours conditional writes; tests stores not known to.
+    """Checks that the store honours conditional writes; tests a store for which this is unknown.
 
     Raises:
         ConfigError: If conditional writes are turned off, or the store does not honour them.

@@ -108,6 +108,9 @@ class CheckpointURI:
     def parse(cls, location: URILike) -> CheckpointURI:
         """Parses a location as a user writes it.
 
+        Args:
+            location: A URI, a local path, or an instance of this class, which is returned.
+
         Raises:
             InvalidURIError: If the location can't name a checkpoint; the message says why.
         """

@@ -22,8 +22,8 @@ logger = logging.getLogger("cloudckpt")
 FIRST_LINE = 10.0
 """Seconds without success before the first line is logged."""
 LONGEST_SILENCE = 60.0
-"""The most seconds between two lines. The first pause is as long as the wait for the first line,
-and each further one twice as long.
+"""Maximum seconds between two lines. The first pause is as long as the wait for the first line, and
+each further one twice as long.
 """
 
 
@@ -31,7 +31,7 @@ _NO_SUCCESS = 1.0  # seconds without any success, after which operations count a
 
 
 class Waiting:
-    """An operation on a store that is retried until it succeeds; a context manager around it.
+    """An operation on a store that is retried after failures: a context manager around all tries.
 
     Within the block it is the :func:`current` operation, so that the code that sends its requests
     can report on them.
@@ -87,7 +87,7 @@ class Waiting:
             self._tell(str(why), now)
 
     def is_silent(self, seconds: float) -> None:
-        """Logs that the try under way has moved no byte for `seconds`, if that is long enough."""
+        """Logs that the try under way has moved no byte for `seconds`, if these are ten or more."""
         if seconds >= FIRST_LINE:
             _lines.failing(self)
             self._tell(f"{self._request}: no byte has moved for {seconds:.0f} s", self._clock())

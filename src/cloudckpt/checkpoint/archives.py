@@ -54,7 +54,9 @@ def locate(
     config: Config,
     stats: TransferStats,
 ) -> Mapping[StoredBytes, StoredTensor | None]:
-    """Locates the plain tensors in items that have no index.
+    """Locates the plain tensors in items that ``torch.save`` has written.
+
+    It reads 4 KiB at either end of each item.
 
     Args:
         store: The store of the items.
@@ -88,7 +90,7 @@ def _tensor_in(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | No
 
 
 class _LastBytes(io.BytesIO):
-    """A file of which only the last bytes can be read; seeking to others is a ValueError."""
+    """A file whose last bytes are in memory; seeking to bytes before them raises ValueError."""
 
     def __init__(self, data: bytes, size: int) -> None:
         super().__init__(data)
@@ -150,14 +152,17 @@ def _type_of_storage(name: str) -> Any:
 
 
 def describe_tensor(data: bytes) -> tuple[str, torch.dtype, tuple[int, ...], int]:
-    """Parses ``data.pkl``, a call of ``torch._utils._rebuild_*``, without making the tensor.
+    """Parses the description of a tensor in an archive of ``torch.save``, its record ``data.pkl``.
+
+    The tensor is not made: ``data.pkl`` pickles a call of ``torch._utils._rebuild_*``, and only the
+    arguments are read.
 
     Returns:
         The name of the zip record of its storage, beneath ``data/``; the element type and the shape
         of the tensor; and the number of its first element in the storage.
 
     Raises:
-        ValueError: If it describes anything but a plain row-major tensor; malformed pickles may
+        ValueError: If the record does not describe a plain row-major tensor; malformed pickles may
             raise other errors.
     """
     unpickler = Unpickler(io.BytesIO(data))

@@ -4,8 +4,8 @@ An item (a rank's chunk of a tensor, or a pickled value) is identified by a dige
 (XXH3) of its bytes, its element type and its shape. The digests are in the record of a checkpoint
 that was saved with ``Config(incremental=True)``, a pair of numbers for each row. A save computes
 the digests of its own items and does not send an item whose digest is there: its row in the new
-checkpoint names the object that has the bytes. That object is never itself a reference, so that all
-bytes are one step away, however many saves there were.
+checkpoint names the object that has the bytes. A reference always leads to the bytes themselves,
+never to another reference, however many saves there were.
 
 XXH3 is not a cryptographic hash. Two different items from training share a digest by chance once in
 10^38 pairs; constructing tensors with equal digests can only corrupt one's own checkpoint. The
@@ -73,13 +73,15 @@ def digest_of_bytes(kind: bytes, view: bytes | memoryview) -> Digest:
 
 
 class Base:
-    """Looks up the items of a checkpoint by digest, in 16 bytes of memory per item and the record.
+    """Looks up the items of a checkpoint by digest.
+
+    It takes 16 bytes of memory per item, in addition to the record.
 
     Args:
         record: The record of the checkpoint, with digests; ``attempt`` is the random name of the
             save that made it. Its columns are shared, not copied.
-        folder: The folder name of the checkpoint, given to objects that have no folder; empty if
-            all have theirs.
+        folder: The name of the checkpoint's folder, which is set on objects that have no folder;
+            empty if all objects have one.
 
     Attributes:
         attempt: The random name of the save that made the checkpoint.
@@ -108,7 +110,7 @@ class Base:
         self._columns = [column.numpy().data for column in extents.all_columns]
 
     def find(self, digest: Digest) -> Place | None:
-        """Returns the location of the bytes with this digest, or None if the checkpoint has none.
+        """Returns the location of the item with this digest; None if the checkpoint lacks it.
 
         The location's object is an index into ``objects``.
         """

@@ -111,6 +111,7 @@ def begin(
         CheckpointExistsError: If a checkpoint exists and must not be overwritten.
         CheckpointConflictError: If another save has committed since this one began, as far as the
             store's times, in whole seconds, show it.
+        StoreError: If the store refuses the request or stays unreachable.
     """
     began = now() if began is None else began
     version: str | None = None
@@ -140,13 +141,15 @@ def begin(
 def refuse_run(view: View, *, looks_inside: bool = False) -> None:
     """Refuses to save a checkpoint into the folder of a run: a folder is never both.
 
-    A folder is a run if it has a claim, or folders with the names of steps. This lists one page,
-    unless the folder is itself named as a step. If the listing fails three times, or is forbidden,
-    the folder is accepted: this check must neither fail nor delay a save.
+    A folder belongs to a run if it contains the run's claim (``.cloudckpt-job.json``), or folders
+    with the names of steps. This lists one page, unless the folder is itself named as a step. If
+    the listing is forbidden or keeps failing, the folder is accepted: this check must not fail a
+    save.
 
     Args:
         view: The view of the location, where nothing was committed yet.
-        looks_inside: Whether to look for a checkpoint in each folder, whatever its name.
+        looks_inside: Whether a folder whose subfolders contain checkpoints is refused as well,
+            whatever their names.
 
     Raises:
         ConfigError: If the location is the folder of a run.
@@ -210,7 +213,7 @@ class Beginning(Generic[T]):
 
 
 def conflict(uri: str, cause: BaseException | None = None) -> CheckpointConflictError:
-    """Returns the error of a save whose location another writer has changed since it began."""
+    """Returns the error of a save during which another writer has changed the same location."""
     return CheckpointConflictError(
         "another writer committed or deleted a checkpoint here since this save began, so this save "
         "was discarded: let only one job at a time save here",

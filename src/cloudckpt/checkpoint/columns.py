@@ -1,4 +1,4 @@
-"""Packs columns of integers into few bytes: the differences between rows, compressed.
+"""Packs columns of integers as the differences between rows, which compress to few bytes.
 
 Object numbers and offsets of chunks mostly grow by the same amount from row to row. So their
 differences are small and equal, and zlib packs long runs of them well. All functions work on whole
@@ -138,7 +138,7 @@ class PackedColumns:
         """Returns the next column, which has ``count`` numbers.
 
         Raises:
-            ValueError: If the data end before, or the width of the column is unknown.
+            ValueError: If the data ends within the column, or the column's width is unknown.
         """
         width = self._data[self._at] if self._at < len(self._data) else 0
         start, end = self._at + 1, self._at + 1 + width * count

@@ -87,17 +87,14 @@ _NO_VERSION = '"00000000000000000000000000000000"'
 
 
 def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retrier) -> bool:
-    """Returns whether the commit may rely on conditional writes; raises if the store ignores them.
+    """Returns True if commits can rely on conditional writes, False if the user turned them off.
 
     Args:
         store: The store.
-        setting: The user's setting; ``auto`` relies on the vendor's documentation if it is
-            explicit, and otherwise tests the store once.
+        setting: The user's setting. ``auto`` follows what is known about the store, and tests a
+            store of which nothing is known, once; ``on`` trusts the store without a test.
         key: The key of an object for the test, which nothing else writes.
         retrier: Retries transient failures of the test.
-
-    Returns:
-        True; or False if the user has turned conditions off.
 
     Raises:
         ConfigError: If the store ignores or refuses conditions, and ``setting`` is ``auto``.
@@ -170,14 +167,14 @@ def commit(
     A try certainly failed only if the store itself says so (:class:`StoreError`). The outcome of
     any other failure is unknown: a gateway may answer 503 although the request is carried out
     seconds later, after a HEAD request has seen no commit object. After such a try, this returns
-    only if the commit object belongs to this save, and reports a conflict only if another writer's
-    proves that this save's can't appear any more. In all other cases the data must be kept. Each
-    write gives the commit object a random name, which tells them apart; one without a name proves
-    nothing, as some stores keep no metadata.
+    only if the commit object is this save's. It reports a conflict only if the store has refused a
+    try and the commit object is another writer's, or was deleted: then this save's can't appear any
+    more. In all other cases the data must be kept. Each commit object has the random name of its
+    commit; one without a name proves nothing, as some stores keep no metadata.
 
     Raises:
-        CheckpointConflictError: If another writer has committed. Nothing of this save is or will
-            become visible.
+        CheckpointConflictError: If another writer has committed, or has deleted the checkpoint.
+            Nothing of this save is or will become visible.
         CommitUnknownError: If it can't be determined whether the commit took place, or still will.
         StoreError: If the commit certainly did not take place, and will not.
     """
@@ -252,7 +249,7 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
     A commit object that can't be parsed is logged, and also gives None.
 
     Raises:
-        CheckpointConflictError: If it was replaced or deleted.
+        CheckpointConflictError: If it was replaced or deleted since the save began.
     """
     if baseline.version is None:
         return None
@@ -267,7 +264,7 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
 
 
 def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
-    """Parses the commit object of a checkpoint to be deleted; None, with a warning, if damaged."""
+    """Parses a deleted or replaced commit object; logs a warning and returns None if it can't."""
     try:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
@@ -294,7 +291,8 @@ def no_longer_needed(
     Args:
         store: The store.
         uri: The checkpoint.
-        gone: The checkpoint's commit object, already deleted or replaced; None if it had none.
+        gone: The checkpoint's commit object, already deleted or replaced; None if there was none,
+            or if it can't be parsed.
         config: Options.
         needed: The keys named by the checkpoint that replaced it.
     """
@@ -356,7 +354,9 @@ def publish(
 ) -> None:
     """Commits a checkpoint, if all of its data objects are in the store.
 
-    If this fails for certain, it deletes the objects of this save, except those in ``kept``.
+    After the commit, it deletes the objects of the replaced checkpoint that are no longer needed.
+    If it is certain that nothing was committed, it deletes the objects of this save, except those
+    in ``kept``.
 
     Args:
         store: The store of ``uri``.
@@ -376,6 +376,8 @@ def publish(
         CheckpointCorruptError: If an object in ``kept`` is missing or has another size.
         CheckpointConflictError: If another writer has committed since the save began.
         CommitUnknownError: If the store's answers leave open whether the commit took place.
+        ConfigError: If the store does not honour conditional writes, which are not turned off.
+        IncompleteSaveError: If the save began more than ``LONGEST_SAVE`` seconds ago.
         StoreError: If the commit did not take place, and will not.
     """
     named = {uri.key(record.name) for record in objects}

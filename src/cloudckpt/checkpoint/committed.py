@@ -60,7 +60,7 @@ def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
     Args:
         store: The store.
         key: The key of the commit object.
-        whole: Whether to read all of it; other writers' are always read whole.
+        whole: Whether to read the whole object; those of other writers are always read whole.
 
     Raises:
         ObjectNotFoundError: If it does not exist.
@@ -115,7 +115,7 @@ class CommitObject:
 
     @property
     def has_digests(self) -> bool:
-        """Whether the checkpoint has digests of its items, as a base of later saves needs."""
+        """Whether the checkpoint has digests of its items, so that later saves can refer to it."""
         return self.record is not None and self.record.extents.has_digests
 
     @property

@@ -52,9 +52,9 @@ class Envelope:
 
 @lru_cache(maxsize=8192)
 def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
-    """Returns the envelope of a contiguous tensor, with 0 as the CRC32 of its data.
+    """Returns the bytes that, around a contiguous tensor's data, make it a file for ``torch.load``.
 
-    torch never reads that CRC32.
+    They have 0 as the CRC32 of the data, which torch never reads.
 
     Args:
         dtype: The tensor's element type.

@@ -1,4 +1,4 @@
-"""How the objects of folders of files are named in a store, and how a manifest is sealed.
+"""The names of the objects that store a folder of files, and the checksum of its manifest.
 
 Some libraries commit a folder of files by renaming it. In a store, a *manifest* in that folder says
 which object has the bytes of which file; docs/format.md has its contents, and
@@ -52,12 +52,12 @@ def record_name(name: str, job: str) -> str:
 
 
 def is_content_name(name: str) -> bool:
-    """Whether a name, or key, is one of :func:`content_name`."""
+    """Whether a name, or key, has the form that :func:`content_name` gives it."""
     return _CONTENT.fullmatch(name) is not None
 
 
 def is_record_name(name: str) -> bool:
-    """Whether a name, or key, is one of :func:`record_name`."""
+    """Whether a name, or key, has the form that :func:`record_name` gives it."""
     return _RECORD.fullmatch(name) is not None
 
 
@@ -99,7 +99,7 @@ def sealed(line: bytes) -> bytes:
 
 
 def unsealed(data: bytes | bytearray, uri: str) -> bytes:
-    """Returns the line of JSON that :func:`sealed` was given, after checking its CRC32C.
+    """Returns the line of JSON in the result of :func:`sealed`, after checking its CRC32C.
 
     Raises:
         CheckpointCorruptError: If it does not match its checksum.

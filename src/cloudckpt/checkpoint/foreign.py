@@ -54,8 +54,8 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         trust_pickle: Whether the pickle may run any code, instead of only naming torch's classes.
 
     Raises:
-        UntrustedPickleError: If it needs a class or function that is not known as harmless.
-        CheckpointCorruptError: If it is damaged, or not metadata.
+        UntrustedPickleError: If the pickle needs a class or function that is not known as harmless.
+        CheckpointCorruptError: If the pickle is damaged, or not metadata.
     """
     body = pickle_in(data, uri)
     try:
@@ -106,7 +106,7 @@ def _classes(annotation: Any) -> tuple[type[Any], ...]:
 
 
 def _instance_of(cls: type[Any], *, more: bool = False, checked: str = "") -> Constructor:
-    """Returns a function that makes a dataclass of torch.
+    """Returns a function that makes instances of a dataclass of torch, and checks their fields.
 
     Args:
         cls: The class.
@@ -183,9 +183,9 @@ _CONSTRUCTORS: Mapping[str, Constructor] = {
 
 
 def _place_of_another_library(builder: Builder, stub: Stub) -> Any:
-    """Makes torch's ``_StorageInfo`` of an instance of any class that has the same fields.
+    """Makes torch's ``_StorageInfo`` from an instance of any class that has the same fields.
 
-    Libraries such as OLMo-core have classes of their own for it.
+    Some libraries, such as OLMo-core, describe the location of an item by a class of their own.
     """
     state = stub.state
     is_plain = not stub.is_call and stub.entries is None and type(state) is dict

@@ -1,4 +1,4 @@
-"""Converts torch's metadata, or the save plan of a rank, to a table."""
+"""Converts torch's metadata, or the save plan of a rank, to a table of columns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _END = 1 << 63
 
 
 def table_of_metadata(metadata: Metadata) -> Table:
-    """Converts torch's metadata to a table, without the locations.
+    """Converts torch's metadata to a :class:`Table`, which has no storage locations.
 
     Raises:
         NotInColumnsError: If the metadata contain anything but torch's classes.
@@ -73,7 +73,7 @@ def table_of_metadata(metadata: Metadata) -> Table:
 
 
 def _form(name: str, entry: TensorStorageMetadata) -> Form:
-    """Returns the form of a tensor, after checking that its chunks fit it."""
+    """Returns a tensor's shape and type, after checking how many dimensions its chunks have."""
     properties, chunks, dims = entry.properties, entry.chunks, len(entry.size)
     is_plain = type(properties) is TensorProperties and type(chunks) is list
     if not is_plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
@@ -123,7 +123,7 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
 
 
 def _is_plain(item: WriteItem) -> bool:
-    """Whether an item is as torch's planner makes it: its index agrees with its data."""
+    """Whether an item is of torch's own class, and its index agrees with its data."""
     data = item.tensor_data
     if type(item) is not WriteItem or (data is None) != (item.type == WriteItemType.BYTE_IO):
         return False

@@ -64,7 +64,7 @@ def index_size(raw_lengths: Sequence[int], algorithm: ChecksumAlgorithm) -> int:
 
 
 def index_growth(raw_length: int, algorithm: ChecksumAlgorithm) -> int:
-    """Returns the bytes that an item with this payload length takes in an index."""
+    """Returns how many bytes an item with this payload length takes in an index."""
     return ITEM + algorithm.nbytes * -(-raw_length // block_size_for(raw_length))
 
 

@@ -22,7 +22,7 @@ def save_id_of(attempt: str) -> str:
 
 
 def lazy_metadata(record: Record) -> Metadata:
-    """Returns torch's metadata of a record, whose mappings create their values on access."""
+    """Returns torch's metadata for a record; its mappings create their values on access."""
     assert record.table is not None
     paths = record.table.paths
     metadata: Any = Metadata(state_dict_metadata={})
@@ -65,7 +65,8 @@ class ReadLater(Lazy):
     It is equal to itself only: comparing what ranks have must not wait for a store, or fail.
 
     Args:
-        read: Reads and caches the mapping; called at each access, and so again after it has failed.
+        read: Returns the mapping, and caches it; called at each access, so that a read that has
+            failed is tried again.
     """
 
     def __init__(self, read: Callable[[], Mapping[Any, Any]]) -> None:
@@ -109,7 +110,7 @@ class _Described(Lazy):
 
 
 class _Places(Lazy):
-    """``storage_data``: the location of each item, by torch's index."""
+    """``storage_data``: the location of each item, by its ``MetadataIndex``."""
 
     def __init__(self, record: Record, table: Table) -> None:
         self._record, self._table = record, table

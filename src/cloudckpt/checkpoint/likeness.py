@@ -3,8 +3,8 @@
 Equal values have equal digests on all ranks. Their pickles are not equal: these depend on which
 objects are shared, and on the order of sets, which differs between processes. So a value is
 digested by its contents. Of a tensor of 64 KiB or more, only some pages of 1 KiB are read: 16, and
-one more for each MiB. Unrelated tensors differ there; with ``samples=False`` the whole tensor is
-read, so that any difference is detected.
+one more for each MiB. Unrelated tensors differ in these pages; with ``samples=False`` the whole
+tensor is read, so that any difference is detected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cloudckpt.transfer.memory import PLAIN, bytes_of, has_memory, is_plain, set
 __all__ = ["digest_of_all"]
 
 _SAMPLED_FROM = 64 * 1024
-"""Size in bytes from which on a tensor is sampled."""
+"""Size in bytes of the smallest tensor of which only a sample is read."""
 
 _PAGE = 1024  # bytes of a tensor that are read together
 _LEAST_PAGES = 16

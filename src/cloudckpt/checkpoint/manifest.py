@@ -41,7 +41,7 @@ __all__ = ["Manifest", "Planned", "earlier_objects"]
 class Planned:
     """The plan of all ranks: what each writes in this save, and in later ones of this structure.
 
-    It is made before the ranks write, so that their own plans need not be kept meanwhile.
+    If it is made before the ranks write, their own plans need not be kept meanwhile.
 
     Attributes:
         table: The names and chunks of all ranks.

@@ -39,8 +39,8 @@ class Notes:
         metrics: Numbers by which to compare checkpoints.
         user: Anything else that JSON can hold.
         job: The random name of the job that saved the checkpoint in a run; empty if unknown.
-        continues: By the name of each earlier job that this job continues, the step from which the
-            next job went on; the earliest job comes first.
+        continues: The earlier jobs whose training this job continues, the earliest first: by the
+            random name of each, the step from which the next job went on.
     """
 
     step: int | None = None
@@ -120,7 +120,11 @@ class Notes:
         return cls(step=step, metrics=metrics, user=user, job=job, continues=continues)
 
     def is_same_training(self, other: Notes) -> bool:
-        """Whether this job, or a job that it continues, saved the checkpoint with these notes."""
+        """Whether ``other`` are the notes of a checkpoint of the same training as this one.
+
+        That is a checkpoint of the same job, or of an earlier job that this job continues, up to
+        the step from which the next job went on.
+        """
         last = self.continues.get(other.job, -1)
         return other.job == self.job or (other.step is not None and other.step <= last)
 

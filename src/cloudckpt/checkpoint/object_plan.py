@@ -1,7 +1,8 @@
 """Plans the contents of one rank's objects, as plain data, and sends them.
 
-In an object, an item is an envelope around its bytes, at the next multiple of 64. A plan names
-these bytes by a buffer number and an offset in that buffer. So a thread of the trainer and the
+In an object, each item begins at a multiple of 64, and has its bytes within an envelope, the bytes
+that make them a file for ``torch.load``. A plan names an item's bytes by a buffer number and an
+offset in that buffer. So a thread of the trainer and the
 saving process, which maps the same buffers, carry out a plan by the same code. Nothing here uses
 torch.
 """
@@ -59,7 +60,7 @@ def send(
     group: TaskGroup,
     stats: TransferStats,
 ) -> tuple[WrittenObject, ...]:
-    """Carries out plans; returns the objects once the store has all of them.
+    """Sends the items of plans; returns the objects once the store has all of them.
 
     If it fails, it deletes the objects that it has written, as far as possible.
 
@@ -319,7 +320,11 @@ class Destination:
 class _Filling:
     """An object to which items are still being assigned.
 
-    It has its number, the bytes of its items and of its index so far, and the maximum of their sum.
+    Attributes:
+        number: The number of the object.
+        position: Bytes of the items assigned so far.
+        index: Bytes of their index.
+        capacity: Maximum bytes of items and index.
     """
 
     number: int

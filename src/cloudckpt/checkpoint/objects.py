@@ -1,4 +1,4 @@
-"""The objects of a checkpoint: how they are named, and requests for whether they exist."""
+"""The names of the objects of checkpoints, and requests that check whether objects exist."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ METADATA = ".metadata"
 """The name of the commit object, whose presence makes a checkpoint; torch has the same name."""
 
 CLAIM = ".cloudckpt-job.json"
-"""The name of the claim, the object in the folder of a run that names the last job to claim it."""
+"""The name of a run's claim: the object in its folder that names the job which saves to it now."""
 
 OF_RANKS = "__"
 """Prefix of the names of all objects that single ranks write."""
@@ -80,7 +80,7 @@ _PENDING = re.compile(r"__\d+\.[0-9a-f]{16}\.pending")
 
 
 def is_pending_name(name: str) -> bool:
-    """Whether a name is one of :func:`pending_name`."""
+    """Whether a name has the form that :func:`pending_name` gives it."""
     return _PENDING.fullmatch(name) is not None
 
 
@@ -93,7 +93,7 @@ def is_step_name(name: str) -> bool:
 
 
 KEPT_FOR = ".cloudckpt-keep."
-"""Prefix of the names of all marks, the objects of saves that may refer to a checkpoint."""
+"""Prefix of the names of all marks, by which saves protect objects that they may refer to."""
 
 
 def keep_name(attempt: str) -> str:
@@ -106,22 +106,22 @@ def keep_name(attempt: str) -> str:
 
 
 def keeps_in(folder: CheckpointURI) -> str:
-    """Returns the prefix of the keys of all :func:`keep_name` objects in a checkpoint."""
+    """Returns the prefix of the keys of all marks in a checkpoint; see :func:`keep_name`."""
     return folder.key(KEPT_FOR)
 
 
 def is_keep_name(name: str) -> bool:
-    """Whether a name is one of :func:`keep_name`."""
+    """Whether a name has the form that :func:`keep_name` gives it."""
     return re.fullmatch(re.escape(KEPT_FOR) + "[0-9a-f]{16}", name) is not None
 
 
 def trial_name(attempt: str) -> str:
-    """Returns the name of an object that tests whether a store honours conditions."""
+    """Returns the name of the object on which conditional writes are tested; see ``commit``."""
     return f".conditions.{attempt}"
 
 
 def probe_name(of: Literal["doctor", "sweep"], drawn: str) -> str:
-    """Returns the prefix of the names of objects that test a store; they are deleted afterwards."""
+    """Returns the prefix of the names of temporary objects on which a store is tested."""
     return f".cloudckpt-{of}.{drawn}"
 
 
@@ -132,9 +132,10 @@ _DRAWN = re.compile(
 
 
 def is_drawn_name(name: str) -> bool:
-    """Whether a name is of data, a pending object, a mark or a test, as only cloudckpt makes them.
+    """Whether a name has random digits, in a form that only cloudckpt makes.
 
-    Each such name has one purpose, and is never reused.
+    These are the names of data objects, pending objects, marks, and objects for tests. Such a name
+    is never used twice.
     """
     if _OF_DATA.fullmatch(name) or _DRAWN.fullmatch(name):
         return True
@@ -202,8 +203,7 @@ class WrittenObject:
         return f"../{self.folder}/{name}" if self.folder else name
 
     def seen_from(self, folder: str) -> WrittenObject:
-        """Returns the object without its folder if that is ``folder``, the checkpoint that names
-        it.
+        """Returns the object as the checkpoint in ``folder`` names it: its own have no folder.
 
         A name with the checkpoint's own folder would break when the folder is renamed.
         """
@@ -241,7 +241,7 @@ def check_attempt(attempt: object) -> None:
     """Checks that ``attempt`` can be the random name of a save, as keys are made from it.
 
     Raises:
-        ValueError: If it can't be.
+        ValueError: If it is not a string of 16 hexadecimal digits.
     """
     if type(attempt) is not str or not re.fullmatch("[0-9a-f]{16}", attempt):
         raise ValueError(
@@ -253,7 +253,7 @@ def check_folder(folder: object) -> None:
     """Checks that ``folder`` can be the folder name of a sibling checkpoint.
 
     Raises:
-        ValueError: If it can't be.
+        ValueError: If it is not a string, or can't be the name of a single folder.
     """
     if type(folder) is not str or folder in ("", ".", "..") or "/" in folder:
         raise ValueError(f"invalid folder name {folder!r}")
@@ -290,7 +290,7 @@ def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bo
 
 
 def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
-    """Whether a location is itself the key of an object; arguments and errors as `find_commit`."""
+    """Whether a location is itself the key of an object; arguments as in :func:`find_commit`."""
     try:
         return bool(uri.prefix and look(uri.prefix))
     except ObjectNotFoundError:
@@ -298,9 +298,9 @@ def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
 
 
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
-    """Lists the checkpoints beneath a location, as a hint for the message of another error.
+    """Returns a sentence that names checkpoints beneath a location, as a hint for an error message.
 
-    Returns an empty text if a short listing shows no checkpoint, or fails; it is not retried.
+    The text is empty if a short listing shows no checkpoint, or fails; it is not retried.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")
@@ -357,6 +357,10 @@ def look_for(
         config: Options.
         wrong: Makes the error from an object and a text that says what is wrong: that it does not
             exist, or how many bytes it has.
+
+    Raises:
+        CloudCheckpointError: The error that ``wrong`` makes; or a StoreError, if the store refuses
+            or stays unreachable.
     """
     view = View(uri, config)
     by_folder: dict[str, list[WrittenObject]] = {}
@@ -389,7 +393,7 @@ def _listed(
     objects: Collection[WrittenObject],
     retrier: Retrier,
 ) -> set[str]:
-    """Returns the names of the objects that a listing of their folder shows with the right size."""
+    """Returns the names of those objects that a listing shows with the size that was reported."""
     names = {(uri.key(record.name), record.size): record.name for record in objects}
     try:
         listed = store.list(start + OF_RANKS, retrier.call)

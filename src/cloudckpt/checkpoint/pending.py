@@ -3,7 +3,7 @@
 It is next to the data objects of its rank, and readers ignore it. At first it records the progress
 of the process; at the end it has everything that a commit needs of this rank: the objects with
 their checksums, and the location of each item in them. With those of all ranks the save can be
-committed (:mod:`cloudckpt.runs.adopting`).
+committed by the next job (:mod:`cloudckpt.runs.adopting`).
 
 Nothing here uses torch: the trainer encodes the plan and the record before the process sends.
 """
@@ -76,8 +76,9 @@ class Pending:
         return dataclasses.replace(self, objects=(*objects, *self.references), references=())
 
     def to_bytes(self) -> bytes:
-        """Encodes the pending object; plan, record and notes only once the store
-        has all objects.
+        """Encodes the pending object.
+
+        Plan, record, notes and references are left out until the store has all objects.
         """
         document = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         if self.objects is None:

@@ -51,7 +51,7 @@ class UnknownNameError(Exception):
 
 
 class Stub:
-    """An instance of a class, or the result of a call, that a pickle describes.
+    """Stands for an instance of a class, or the result of a call, that a pickle describes.
 
     Attributes:
         name: The full name of the class or function; empty for an object of a persistent id.
@@ -114,9 +114,9 @@ def _stub_class(name: str) -> type[Stub]:
 
 
 Constructor = Callable[[tuple[Any, ...], Any], Any]
-"""Makes a value of the arguments and the state (or None) with which a pickle describes it.
+"""Makes a value from the arguments and the state (or None) with which a pickle describes it.
 
-Raises ValueError or TypeError for those with which no such value is pickled.
+Raises ValueError or TypeError if no such value is pickled with these.
 """
 
 
@@ -170,9 +170,10 @@ _ATOMS = frozenset((type(None), bool, int, float, str, bytes, torch.Size, torch.
 
 
 class Builder:
-    """Makes values of stubs, in one walk; the stubs must live as long as this object.
+    """Makes the values that stubs describe (:class:`Stub`), by constructors known as harmless.
 
-    A stub or container that is referenced several times is made once.
+    The stubs must live as long as this object. A stub or container that is referenced several times
+    is made once.
 
     Args:
         constructors: The constructors, by the full names of the classes and functions.

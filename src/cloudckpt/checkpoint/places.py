@@ -92,7 +92,9 @@ class Places:
         hold tensors.
 
         Raises:
-            CheckpointCorruptError: If an item has no location, or a contradictory one.
+            CheckpointCorruptError: If an item has no location or a contradictory one, or an index
+                is damaged.
+            StoreError: If the store refuses or stays unreachable.
         """
         with paused_gc():
             items = self._located(indices)
@@ -120,7 +122,7 @@ class Places:
         names: Mapping[str, str] | None = None,
         stats: TransferStats | None = None,
     ) -> None:
-        """Reads the indexes of objects that are not yet read.
+        """Reads the indexes of objects, except indexes that were read before.
 
         Args:
             store: The store of the objects.
@@ -174,7 +176,7 @@ class Places:
                 self._indexes[record.name] = None  # both ends of its items are read instead
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
-        """Returns where the payloads of items are, and their checksums, by the indexes read so far.
+        """Returns the byte ranges of items' payloads, with checksums, by the indexes read so far.
 
         For an item in an object without an index, all of its bytes count as payload.
 
@@ -191,15 +193,16 @@ class Places:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[StoredBytes]:
-        """Reads the indexes and returns the payloads of items, with their checksums.
+        """Reads the indexes, and returns the byte ranges of items' payloads, with their checksums.
 
         Args:
             indices: All items of the checkpoint.
             store: The store of the objects.
             config: Options.
-            damaged: Called with each damaged index, with each item that has no location, and with
-                each object whose index contradicts the metadata. If it does not raise, what is
-                damaged is left out.
+            damaged: Called with the error of each damaged index, of each item of another writer
+                that has no location, and of each object whose index contradicts the metadata. If it
+                does not raise, such items and the items of objects with damaged indexes are left
+                out, and items that contradict an index are returned without checksums.
 
         Raises:
             CheckpointCorruptError: If ``damaged`` raises it, as it does by default.
@@ -218,7 +221,8 @@ class Places:
     ) -> list[_Item]:
         """Returns the metadata's description of each item that has a location.
 
-        Items without one are passed to ``damaged``.
+        In another writer's metadata, the error of each item without a location is passed to
+        ``damaged``; in cloudckpt's, it is raised.
         """
         located: list[_Item] = []
         record = self._commit.record if self._commit is not None else None

@@ -1,4 +1,4 @@
-"""The record of a save: items of one or all ranks, their locations in objects, its encoding.
+"""The record of a save: the items of one rank or of all ranks, and their locations in objects.
 
 There is one encoding, :meth:`Record.to_bytes`. Ranks exchange records (a plan is a record without
 locations, a report one without a table), a saving process leaves its record in the store, and the
@@ -169,7 +169,7 @@ class Record:
         return dataclasses.replace(self, extents=Extents.none(), unmoved=earlier.digest())
 
     def completed(self, earlier: Extents) -> Record:
-        """Restores the extents that :meth:`without` has removed.
+        """Returns the record with the extents that :meth:`without` has removed.
 
         Raises:
             ValueError: If ``earlier`` differs from the extents that were removed.

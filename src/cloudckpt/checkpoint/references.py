@@ -89,7 +89,7 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Hold:
-    """A base whose objects are kept until a save no longer needs them.
+    """A base, an earlier checkpoint whose objects are kept while a save may refer to them.
 
     Attributes:
         base: The location of the base.
@@ -121,16 +121,17 @@ class Hold:
         Args:
             store: The store of both.
             uri: The checkpoint to be saved.
-            base: The earlier checkpoint, in the same folder.
+            base: The earlier checkpoint, in the same parent folder.
             config: Options.
             attempt: The random name of the save.
 
         Returns:
-            None if the base has no digests, or is being replaced or deleted.
+            The base, whose objects are kept from now on; None if it has no digests, or was replaced
+            or deleted meanwhile.
 
         Raises:
-            ConfigError: If the base is not in the same folder as ``uri``, or a checkpoint that
-                refers to its objects could not be read.
+            ConfigError: If the base is not in the same parent folder as ``uri``, or a checkpoint
+                that refers to its objects could not be read.
             CheckpointCorruptError: If one of the base's objects is missing, has another size, or is
                 known to be damaged (:func:`distrust`).
             CloudCheckpointError: If the base can't be read, or marks can't be written.
@@ -197,10 +198,10 @@ class Hold:
 
 
 def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
-    """Checks that a base is in the same folder as ``uri``, as references require.
+    """Checks that a base is in the same parent folder as ``uri``, as references require.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If the base is in another folder, or one of both is the root of a bucket.
     """
     if not base.folder or not uri.folder or base.parent != uri.parent:
         raise ConfigError(
@@ -216,7 +217,8 @@ def _check_readable(
     """Checks that readers would accept a checkpoint that refers to the objects of a base.
 
     Raises:
-        ConfigError: If they would not.
+        ConfigError: If the base has other checksums than this store needs, or the name of a folder
+            can't be in a reference.
     """
     kind, own = commit.checksum, store.capabilities.checksum
     if kind is not own:  # a copy from another cloud keeps that cloud's algorithm
@@ -304,7 +306,8 @@ def release(
         The keys of the objects to delete.
 
     Raises:
-        StoreError: If the store refuses or stays unreachable; the outcome is then unknown.
+        StoreError: If the store refuses or stays unreachable: it is then unknown which objects are
+            needed.
     """
     assert commit.record is not None  # cloudckpt wrote it
     by_folder = data_keys(uri, commit)
@@ -335,7 +338,7 @@ def protected(
 
     Args:
         store: The store.
-        uri: The checkpoint beside which the folders are.
+        uri: A checkpoint in the same parent folder as these folders.
         wanted: Keys of data objects, by the folder that contains them.
         config: Options.
 

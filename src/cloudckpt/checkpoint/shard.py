@@ -51,7 +51,7 @@ __all__ = [
 
 @functools.lru_cache(maxsize=8192)
 def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredForm | None:
-    """Returns the form of a strided tensor in an object; None if an index can't describe it."""
+    """Returns how a strided tensor is stored in an object; None if an index can't describe that."""
     around, code = envelope(dtype, shape), code_of(dtype)
     if code is None or max(len(around.head), len(around.tail)) > LONGEST_EDGE:
         return None
@@ -59,7 +59,7 @@ def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredForm | None:
 
 
 def small_form_of(tensor: torch.Tensor) -> StoredForm | None:
-    """Returns the form of a small plain tensor in host memory; None for any other tensor."""
+    """Returns how a small plain tensor in host memory is stored; None for any other tensor."""
     if tensor.is_quantized or tensor.layout != torch.strided:
         return None
     if not 0 < tensor.numel() * tensor.itemsize < PACKED_BELOW or not is_plain(tensor):
@@ -71,8 +71,8 @@ def check_supported(tensor: torch.Tensor, fqn: str) -> None:
     """Refuses a tensor that can't be stored faithfully, before anything is sent.
 
     Raises:
-        UnsupportedTensorError: For quantized, sparse, nested and meta tensors, and for those
-            without memory.
+        UnsupportedTensorError: For quantized, sparse, nested and meta tensors, for element types
+            that torch can't save, and for tensors without memory.
     """
     kind = None
     if tensor.is_quantized:
@@ -133,7 +133,7 @@ def check_shards(value: Any, fqn: str) -> None:
 
 
 def travels_as_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no storage of its own, so that only ``torch.save`` can write it."""
+    """Whether a tensor wraps others, without storage, so that only ``torch.save`` can write it."""
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -211,8 +211,8 @@ _KEPT = 1
 class _OwnMemory:
     """The memory of this process, for plans that it carries out itself.
 
-    The buffer of the state is the address space. The other buffer has bytes that one plan refers
-    to, until that plan is carried out.
+    The buffer of the state is the whole address space, so that its offsets are addresses. The other
+    buffer has the bytes that a plan refers to, until that plan is carried out.
     """
 
     is_private = False
@@ -249,7 +249,7 @@ class _OwnMemory:
 
 
 class _SendHere:
-    """Sends with threads of this process, while the layout still makes plans."""
+    """Sends a layout's items by threads of this process, while the layout still makes plans."""
 
     outlives = False
 

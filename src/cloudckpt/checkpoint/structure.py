@@ -99,7 +99,7 @@ class Structure:
     def nested(
         self, values: Mapping[str, Any], paths: Mapping[str, Any], uri: str
     ) -> dict[Any, Any]:
-        """Rebuilds the nested state dict; empty dicts come after the other entries beside them.
+        """Returns the nested state dict; in each dict, empty dicts come after the other entries.
 
         Args:
             values: The loaded values, by torch's flat names.

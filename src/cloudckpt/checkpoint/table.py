@@ -1,8 +1,9 @@
 """The contents of a checkpoint as columns: names, and which part of its tensor each chunk is.
 
 torch's metadata has three Python objects for each chunk of each tensor of each rank: half a million
-chunks take a gigabyte and seconds. Here are names, their few distinct forms, and columns of numbers
-for names and chunks, from which torch's objects are made on demand.
+chunks take a gigabyte and seconds. A :class:`Table` has the names, their few distinct forms (shape
+and element type), and columns of numbers for names and chunks. torch's objects are made from it on
+demand.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class Table:
     def rows(self, indices: Sequence[MetadataIndex]) -> torch.Tensor:
         """Returns the row of each item, or -1 for an item that the table does not have.
 
-        The hint in an index is used if it leads to the right offsets.
+        An index whose hint, ``MetadataIndex.index``, is right is found faster.
         """
         found: list[int] = []
         by_dims: dict[int, list[tuple[int, Entry, int]]] = {}

@@ -114,7 +114,7 @@ class _Opcodes:
         self._count += 1
 
     def _remember(self, value: Any) -> None:
-        """Puts a value into the memo, for use by later values; the memo has room for 256."""
+        """Puts a value into the pickle's memo, for use by later values; for the first 256 only."""
         if (code := _coded(value)) not in self._gets:
             self._memoize(self._short(value))
             self._gets = {code: b"h" + bytes([self._count - 1]), **self._gets}

@@ -182,9 +182,9 @@ def forget_plans(planner: SavePlanner) -> None:
 
 
 def store_of_group(group: dist.ProcessGroup) -> Store | None:
-    """Returns the store by which the ranks of a group have met, with the group's key prefix.
+    """Returns the key-value store of a process group, which adds the group's prefix to each key.
 
-    None if the group was destroyed, has no store, or this torch keeps it elsewhere.
+    Returns None if the group was destroyed, has no store, or this torch keeps it elsewhere.
     """
     world: Any = getattr(dist.distributed_c10d, "_world", None)
     found = getattr(world, "pg_map", {}).get(group, (None, None))[1]
@@ -192,11 +192,11 @@ def store_of_group(group: dist.ProcessGroup) -> Store | None:
 
 
 def state_dict_being_planned() -> tuple[Any, Any] | None:
-    """Returns the state dict and the planner of the torch save that is calling; else None.
+    """Returns the state dict and planner of torch's save that calls this; None outside of one.
 
     torch does not pass the state dict to a storage writer, and its planner drops it after
     flattening: it is only in the local variables of torch's function, which is looked up on the
-    call stack. None, too, if this torch keeps it elsewhere.
+    call stack. The result is None, too, if this torch keeps it elsewhere.
     """
     frame = sys._getframe(1)
     for _ in range(8):  # wrappers and subclasses of the writer may be between

@@ -51,14 +51,14 @@ def with_trailer(pickled: bytes | bytearray, body: bytes, notes: bytes) -> list[
 
 
 _PIECE = 64 * 1024 * 1024
-"""Bytes of each further request: a store that claims more than it has takes no more memory."""
+"""Maximum bytes of a request: a wrong size of an object can't cost more memory than that."""
 
 
 def read_range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytearray:
-    """Returns bytes of a commit object.
+    """Returns bytes ``start`` to ``stop`` of a commit object, checking the version in ``info``.
 
     Raises:
-        CheckpointReplacedError: If it was replaced or deleted meanwhile.
+        CheckpointReplacedError: If the object was replaced or deleted meanwhile.
         StoreError: If the store refuses or stays unreachable.
     """
     data = bytearray()
@@ -92,7 +92,8 @@ class Trailer:
         """Parses the trailer at the end of ``data``; None if another writer wrote the object.
 
         Raises:
-            CheckpointCorruptError: If a newer cloudckpt wrote it.
+            CheckpointCorruptError: If the version of the format is unknown, as that of a newer
+                cloudckpt, or the trailer is cut off.
         """
         if data[-len(_MAGIC) : -1] != _MAGIC[:-1]:
             return None

@@ -67,7 +67,7 @@ def load_saved(file: IO[bytes], map_location: Any = "cpu", *, trust: bool = Fals
         trust: Whether its pickle may run any code.
 
     Raises:
-        pickle.UnpicklingError: If ``trust`` is False, and it needs code that is not allowed.
+        pickle.UnpicklingError: If ``trust`` is False, and the value needs code that is not allowed.
     """
     start = file.tell()
 
@@ -120,9 +120,10 @@ def load_item(
         trust: Whether its pickle may run any code.
 
     Raises:
-        UntrustedPickleError: If it needs code that is not allowed.
-        CheckpointCorruptError: If it can't be read.
-        CheckpointError: If this machine lacks the device that ``map_location`` or the item names.
+        UntrustedPickleError: If the value needs code that is not allowed.
+        CheckpointCorruptError: If the value can't be read.
+        CheckpointError: If the device that ``map_location`` or the item names can't take the
+            tensors in it: this machine lacks the device, or its memory is full.
     """
     try:
         return load_saved(io.BytesIO(data), map_location, trust=trust)
@@ -220,7 +221,7 @@ def _of_torch(call: Callable[..., Any], arguments: tuple[Any, ...], state: Any) 
 
 
 def _of_the_user(builder: Builder, stub: Stub) -> Any:
-    """Makes an instance of a class that the user has allowed to torch, as torch would.
+    """Makes an instance of a class that the user allowed by ``add_safe_globals``, as torch does.
 
     Raises:
         UnknownNameError: If the class is not allowed.
@@ -317,8 +318,8 @@ class Unloadable:
     Args:
         uri: The checkpoint.
         setting: ``refuse`` refuses all of them; ``warn`` logs each item and type once; ``auto``
-            refuses only an object that holds another one whose ``load_state_dict`` a load would not
-            call.
+            refuses only an object that contains a ``Stateful`` object, whose ``load_state_dict`` a
+            load would not call, and logs the others.
     """
 
     def __init__(self, uri: str, setting: str) -> None:
@@ -326,7 +327,7 @@ class Unloadable:
         self._refused: dict[str, str] = {}
 
     def look(self, data: bytes, item: str, kind: type) -> None:
-        """Checks an item, almost for free if it is of a plain type.
+        """Checks whether a load would refuse an item; takes almost no time for plain types.
 
         Args:
             data: The item, as ``torch.save`` writes it.
