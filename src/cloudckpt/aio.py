@@ -1,7 +1,8 @@
 """The functions that read runs and checkpoints, as coroutines.
 
-They have the same arguments, results and errors as those of :mod:`cloudckpt`. With :func:`watch`,
-they serve programs that evaluate or deploy what a training job writes. The work is done in threads,
+Arguments, results and errors are those of the functions of the same names in :mod:`cloudckpt` and
+:mod:`cloudckpt.files`, except that :func:`verify` takes neither a process group nor ``progress``.
+They serve programs that evaluate or deploy what a training job writes. The work is done in threads,
 so that the caller's event loop never blocks. There is nothing to close.
 """
 
@@ -33,9 +34,9 @@ __all__ = ["exists", "inspect", "latest", "list_checkpoints", "load_file", "veri
 T = TypeVar("T")
 
 _AT_ONCE = 8
-"""The most requests of an event loop to a bucket at a time. Each takes a millisecond or more of the
-GIL, for which the loop competes with all threads: with 16, its longest delay was twice as long, and
-the responses came hardly sooner.
+"""The maximum number of small requests that an event loop sends to a bucket at the same time. Each
+takes a millisecond or more of the GIL, for which the loop competes with all threads: with 16, the
+loop's longest delay was twice as long, and the responses came hardly sooner.
 """
 
 
@@ -98,15 +99,15 @@ async def _new_checkpoints(watch: Watch) -> AsyncIterator[CheckpointSummary]:
 async def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents:
     """Returns the contents of a checkpoint; see :func:`cloudckpt.inspect`.
 
-    It runs in a thread, which continues to its end if the coroutine is cancelled.
+    The work is done in a thread, which continues to its end if the coroutine is cancelled.
     """
     return await _in_thread(lambda: contents.inspect(uri, config=config))
 
 
 async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
-    """Verifies a checkpoint; see :func:`cloudckpt.verify`.
+    """Reads a checkpoint completely and checks its checksums; see :func:`cloudckpt.verify`.
 
-    It runs in threads, which stop at the next block if the coroutine is cancelled.
+    The work is done in threads, which stop at the next block if the coroutine is cancelled.
     """
     cancelled = threading.Event()
 
@@ -124,7 +125,7 @@ async def load_file(
 ) -> files.FileContent:
     """Returns the content of a file; see :func:`cloudckpt.files.load_file`.
 
-    It runs in threads, which continue to their end if the coroutine is cancelled.
+    The work is done in threads, which continue to their end if the coroutine is cancelled.
     """
     return await _in_thread(lambda: files.load_file(uri, if_version=if_version, config=config))
 
@@ -148,7 +149,7 @@ async def _request(view: View, call: Callable[[View], T], *, is_wide: bool = Fal
 
 
 async def _in_thread(call: Callable[[], T], cancel: Callable[[], Any] = lambda: None) -> T:
-    """Returns the result of `call`, run in a new daemon thread; calls `cancel` if it is cancelled.
+    """Returns the result of `call`, run in a new daemon thread; cancelling it calls `cancel`.
 
     The interpreter does not wait for a daemon thread when it exits, as it would for the threads of
     an executor: for minutes, if a network does not respond.

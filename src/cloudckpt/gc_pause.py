@@ -2,7 +2,7 @@
 
 Plans and metadata of a large model are hundreds of thousands of small objects. Their number alone
 makes CPython scan the trainer's whole heap again and again, holding the GIL, without collecting
-anything: it took half of the time of saving 20,000 tensors.
+anything: this took half of the time of saving 20,000 tensors.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""``python -m cloudckpt.run train.py …`` runs an unchanged script with cloudckpt installed.
+"""``python -m cloudckpt.run train.py …`` runs an unchanged script after :func:`cloudckpt.install`.
 
-With torchrun, it takes the place of the script, which each rank runs as torchrun would have::
+With torchrun, write the module in place of the script, which each rank then runs as usual::
 
     torchrun --nproc-per-node 8 -m cloudckpt.run train.py --folder s3://bucket/run
     torchrun --nproc-per-node 8 -m cloudckpt.run -m torchtitan.train --checkpoint.folder s3://…
 
-Processes that the script forks inherit the installation; those that it spawns must import
+In processes that the script forks, cloudckpt is installed as well; those that it spawns must import
 ``cloudckpt.auto``.
 """
 
@@ -21,7 +21,7 @@ _USAGE = "usage: python -m cloudckpt.run (script.py | -m module) [argument ...]"
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a script, or the module after ``-m``, with the arguments that follow it."""
+    """Runs a script, or the module after ``-m``, with the arguments that follow its name."""
     is_module = arguments[:1] == ["-m"]
     command = arguments[1:] if is_module else arguments
     if not command or command[0].startswith("-"):

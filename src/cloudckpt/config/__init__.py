@@ -1,7 +1,8 @@
-"""The options: frozen, validated, and each settable by an environment variable.
+"""The options of saves and loads: frozen, validated, and settable by environment variables.
 
 An option given to the constructor takes precedence over its ``CLOUDCKPT_*`` variable, and the
-variable over the default. Sizes are in bytes (variables also accept ``64MiB``), times in seconds.
+variable over the default; only three options of :class:`RetryPolicy` have no variable. Sizes are in
+bytes (variables also accept ``64MiB``), times in seconds.
 """
 
 from cloudckpt.config.clouds import AzureOptions, GCSOptions, S3Options

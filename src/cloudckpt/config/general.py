@@ -24,8 +24,9 @@ from cloudckpt.config.options import (
 __all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy", "config_or_default"]
 
 MOST_ON_A_MACHINE = 64
-"""The default number of connections that the ranks of a machine open in total. At the 90 MB/s of a
-connection to S3 they fill 45 Gb/s.
+"""The most connections that the ranks of a machine open in total if ``connections`` is not set.
+
+At the 90 MB/s of a connection to S3 they fill 45 Gb/s.
 """
 
 _SMALL_REQUESTS = 16
@@ -41,7 +42,9 @@ class RetryPolicy(Options):
     throttles. Pauses are random and grow.
 
     Attributes:
-        attempts: The most tries; None: as many as the deadline allows.
+        deadline: Seconds after its first failure during which a request is retried.
+        attempts: The most tries; None: as many as the deadline allows. This and the pauses have no
+            environment variables.
         base: The shortest pause, in seconds.
         cap: The longest pause, in seconds, unless the store asks for a longer one.
     """

@@ -79,7 +79,10 @@ class _Option:
         return f"{self.variable} or {self.default!r}"
 
     def type_and_words(self) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the type of the option's values (None: only words are valid), and its words."""
+        """Returns the type of the option's values, and other valid values such as ``auto`` or None.
+
+        The type is None if there are only such values.
+        """
         hint = _hints_of(self.owner)[self.name]
         is_single = get_origin(hint) in (None, Annotated, Literal, tuple)
         kinds = [hint] if is_single else get_args(hint)
@@ -132,7 +135,7 @@ class _Option:
 
 
 def whole_number(value: object) -> int | None:
-    """Converts an integer of Python, numpy or torch (zero-dimensional) to int; else None.
+    """Converts an integer of Python, numpy or torch (zero-dimensional) to int; others to None.
 
     True is not an integer here, although Python's bool is an int, and neither is 5.0.
     """

@@ -30,7 +30,7 @@ def examine(
     patience: float = 60.0,
     tell: Callable[[Finding], None] = lambda finding: None,
 ) -> list[Finding]:
-    """Checks everything that saving to and loading from a location needs, and returns the findings.
+    """Checks whether a location can be saved to and loaded from, and returns the findings.
 
     A failed check is a finding, not an error; the checks that are still possible continue. Test
     objects have names beginning with ``.cloudckpt-doctor.`` and are deleted at the end, also after

@@ -104,8 +104,8 @@ class Checks:
 
     Attributes:
         findings: The findings so far.
-        hopeless: Whether the store can't be reached or denies access: its further checks are
-            skipped.
+        hopeless: Whether the store can't be reached, refuses the credentials or has no such bucket:
+            further checks of the store are skipped.
     """
 
     def __init__(self, tell: Callable[[Finding], None], patience: float) -> None:

@@ -64,7 +64,7 @@ class Connection:
         self.interrupt = self._http.interrupt
 
     def test(self) -> Finding:
-        """Connects, sends the request and reports the response time; notes the server's clock.
+        """Connects, sends the request and reports the response time; keeps the clocks' difference.
 
         Raises:
             StoreError: If no response comes.

@@ -181,7 +181,7 @@ class Trials:
         return ok("a part was written; its upload was listed and aborted")
 
     def speed(self, retrier: Retrier) -> Finding:
-        """Measures the speed of one connection, up and down."""
+        """Measures the speed of an upload and a download over one connection."""
         store, sums = self._store, self._store.capabilities.checksum
         block = os.urandom(min(self._size, _MIB))
         body = [memoryview(block)] * (self._size // len(block))
@@ -246,7 +246,7 @@ class Trials:
         return next(iter(self._store.list(self._uri.key(""))), None)
 
     def _key(self, name: str) -> str:
-        """Returns the key of a new test object, and notes it for deletion."""
+        """Returns the key of a new test object, and records that it must be deleted."""
         key = f"{self._start}.{name}"
         self._keys.append(key)
         return key

@@ -1,9 +1,9 @@
 """The interface between cloudckpt and an object store.
 
-A store makes exactly one attempt per call (and one more if its credentials were replaced) and maps
-the vendor's errors to :mod:`cloudckpt.errors`; retries, parallelism and clean-up are up to the
-caller. Buffers are never copied: an upload is a sequence of memoryviews sent in order, a download
-fills the caller's memoryviews.
+A store does not repeat a failed request, unless the refusal names what to change (such as
+the credentials or the region), and maps the vendor's errors to :mod:`cloudckpt.errors`; retries,
+parallelism and clean-up are up to the caller. Buffers are never copied: an upload is a sequence of
+memoryviews sent in order, a download fills the caller's memoryviews.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Progress = Callable[[int], None]
 
 
 class Retry(Protocol):
-    """Calls a request, again after temporary failures, until it succeeds; returns its result."""
+    """Calls a request, repeats it after temporary failures, and returns its result."""
 
     def __call__(self, request: Callable[[], T], /) -> T: ...
 
@@ -110,7 +110,7 @@ class Upload:
         began: When it began, in seconds since 1970 by the store's clock, if a listing reports it.
         is_ours: Whether the id shows that cloudckpt began the upload, whatever its key; always
             False where the store chooses the id.
-        attempt: The name of the write, which `create_upload` draws and the object will keep.
+        attempt: The name of the write, which `create_upload` chooses and the object will keep.
     """
 
     key: str
@@ -159,6 +159,9 @@ class RangeReader(ABC):
             into: Writable byte views, not empty in total.
             if_version: Fail with PreconditionFailedError if the object was replaced.
             progress: See :data:`Progress`.
+
+        Returns:
+            The description of the whole object.
 
         Raises:
             ConnectionLostError: Also if the body was short; ``received`` is the number of bytes
@@ -224,6 +227,9 @@ class ObjectStore(RangeReader):
             if_absent: Fail with PreconditionFailedError if the key exists.
             if_version: Fail with PreconditionFailedError unless the key holds this version.
             progress: See :data:`Progress`.
+
+        Returns:
+            The description of the new object.
         """
 
     @abstractmethod
@@ -245,7 +251,7 @@ class ObjectStore(RangeReader):
         checksum: int,
         progress: Progress | None = None,
     ) -> Part:
-        """Sends part `number` (from 1), replacing an earlier part of that number.
+        """Sends and returns part `number` (from 1), replacing an earlier part of that number.
 
         `body`, `checksum` and `progress` are as in `put`.
         """
@@ -254,12 +260,17 @@ class ObjectStore(RangeReader):
     def complete_upload(
         self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
     ) -> ObjectInfo:
-        """Makes the object visible, from all its parts in order; `if_absent` as in `put`."""
+        """Makes the object visible, from all its parts in order, and returns its description.
+
+        `if_absent` is as in `put`, except that Google Cloud Storage ignores it.
+        """
 
     def copies_from(self, source: ObjectStore) -> bool:
-        """Returns whether `copy` takes objects of `source`: same vendor, endpoint, credentials.
+        """Returns whether `copy` takes objects of `source`.
 
-        Read permission on the source is not checked; `copy` fails without it.
+        It does if both stores have the same vendor, endpoint and options of credentials; on Azure,
+        if both are in the same cloud. Read permission on the source is not checked;
+        `copy` fails without it.
         """
         return False
 
@@ -300,7 +311,7 @@ class ObjectStore(RangeReader):
         start: int,
         stop: int,
     ) -> Part:
-        """Copies bytes `start` to `stop` of another object into part `number`, as `copy` does."""
+        """Copies bytes of an object, from `start` to before `stop`, into a part; see `copy`."""
         raise self._makes_no_copies(upload.key)
 
     def _makes_no_copies(self, key: str) -> InvalidRequestError:
@@ -320,7 +331,7 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
-        """Reads a whole object into memory: for metadata, not for shards.
+        """Returns the bytes and the description of a whole object: for metadata, not for shards.
 
         Args:
             key: The key.
@@ -355,8 +366,8 @@ class ObjectStore(RangeReader):
     def look(self, key: str) -> ObjectInfo:
         """Returns the size and version of the current object, never of an earlier one from a cache.
 
-        Unlike `head`, this distinguishes a missing bucket from a missing object on every store. It
-        reads the first byte, unless a cache may answer that.
+        Unlike `head`, this distinguishes a missing bucket from a missing object on every store: it
+        reads the first byte.
 
         Raises:
             ObjectNotFoundError: If the store says that there is no such object.
@@ -370,8 +381,8 @@ class ObjectStore(RangeReader):
         """Returns the object if that attempt has written it; else None.
 
         For use after a request whose response was lost: it may have been carried out. The same
-        bytes written by another attempt don't count. None proves nothing: the request may still be
-        carried out, and some stores keep no metadata.
+        bytes written by another attempt don't count. None does not prove a failure: the request may
+        still be carried out, and some stores keep no metadata.
         """
         try:
             info = self.head(key)

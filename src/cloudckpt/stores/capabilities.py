@@ -1,4 +1,4 @@
-"""The features and limits of a store, as plain data from which objects are planned."""
+"""The features and limits of a store, as plain data; saves choose the sizes of parts by them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Capabilities:
         conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
             or False where the vendor of this endpoint documents it, None where it must be tried.
         conditional_deletes: Whether ``if_version`` of ``delete`` is documented to be honoured in
-            one request; otherwise the object's version is checked first, too.
+            one request; otherwise the object's version is checked before the deletion.
         create_only: Whether ``if_absent`` of ``put`` and ``complete_upload`` is documented to
             prevent a repeated request from creating a second, billed version.
         min_part_size: Fewest bytes of an upload part other than the last.

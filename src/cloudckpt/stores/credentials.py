@@ -1,4 +1,4 @@
-"""Validates credentials, and looks them up again when the store refuses them."""
+"""Holds the credentials of a store, and looks them up again when the store refuses them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def forget_listings() -> None:
     looks for old checkpoints through them would never see cloudckpt's, and would keep them all.
 
     fsspec is not imported for this. File systems created with ``skip_instance_cache`` are not
-    registered anywhere and so not reached. Failures are only logged.
+    registered anywhere, so their caches stay. Failures are only logged.
     """
     module = sys.modules.get("fsspec.spec")
     base = getattr(module, "AbstractFileSystem", None)

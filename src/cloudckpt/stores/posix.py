@@ -47,11 +47,12 @@ def files_in(folder: str, prefix: str = "") -> Iterator[Path]:
     Args:
         folder: The folder.
         prefix: The beginning of the names to yield or descend into; applies to `folder` itself
-            only.
+            only, and not to unfinished files.
 
     Raises:
         OSError: If a folder can't be listed: if it were taken for empty, a training job would start
-            from scratch although its checkpoints exist. A folder that does not exist is empty.
+            from scratch although its checkpoints exist. A folder that does not exist is empty, and
+            so is ``lost+found``, which only root may list.
     """
     try:
         names = names_in(folder)

@@ -110,7 +110,7 @@ class Refusal(NamedTuple):
         code: The error code in the vendor's format; empty if the response has none.
         words: Further texts of the response, for the message.
         alias: The error code to look up in place of a misleading `code`; empty if it is right.
-        is_foreign: Whether stores of this vendor never send such a response without an error code.
+        is_foreign: Whether every store of this vendor would put an error code into such a response.
         permission: The permission without which the vendor denies reads of missing objects.
     """
 
@@ -133,8 +133,9 @@ def refusal(
 
     A 429 is always a ThrottledError: its code may name a quota or a denial, which would end a job
     that succeeds a minute later. A 404 without an error code may come from a gateway rather than
-    the store (`is_foreign`). If that were believed, a training job would start from scratch
-    although its checkpoints exist, and a sweep would delete the objects of an intact checkpoint.
+    the store (`is_foreign`). If such a 404 were believed, a training job would start from
+    scratch although its checkpoints exist, and a sweep would delete the objects of an intact
+    checkpoint.
 
     Args:
         table: The vendor's error codes.
@@ -189,8 +190,8 @@ def refusal(
 def _find(table: Sequence[Meaning], code: str, status: int) -> Meaning | None:
     """Returns the table entry of an error code, or None.
 
-    For a 5xx status, entries with lasting errors are skipped: a store that fails internally may
-    report a reason that goes away with the failure.
+    If the status stands for a temporary failure (most 5xx), entries with lasting errors are
+    skipped: a store that fails internally may report a reason that goes away with the failure.
     """
     may_pass = kind_of(status) in (
         errors.ServerError,
@@ -219,7 +220,7 @@ def _is_certain(code: str, status: int, *, is_known: bool) -> bool:
 
 
 def _ahead(headers: Mapping[str, str]) -> float | None:
-    """Returns the seconds by which this machine's clock is ahead of a response's date, if any."""
+    """Returns the seconds by which this machine's clock is ahead of a response's date, or None."""
     date = http_date(headers.get("date", ""))
     return None if date is None else time.time() - date
 

@@ -83,7 +83,7 @@ def checkpoint_location(location: URILike) -> CheckpointURI:
 
 
 def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
-    """Returns the store of a URI's bucket; the same for equal options in a process.
+    """Returns the store of a URI's bucket; the same object for equal options in a process.
 
     So all saves and loads of a process share connections, credentials and endpoint look-ups, while
     a forked child opens its own, even if its parent was just opening one. Opening may take minutes
@@ -91,7 +91,7 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
 
     Raises:
         StoreError: If there are no usable credentials.
-        ConfigError: If the bucket can't be reached with these options.
+        ConfigError: If the options or variables are invalid for this store, or name no account.
         MissingDependencyError: If the store's packages are not installed.
     """
     key = (os.getpid(), uri.root, config)

@@ -93,8 +93,8 @@ class RestStore(ObjectStore):
     """A store whose objects are read with GET, HEAD and Range requests.
 
     A request refused for its credentials is sent a second time if a new lookup in the environment,
-    files and services yields other credentials: an exception to "one attempt". If the lookup yields
-    the same ones, but the store accepted them before, the refusal is raised as a transient error.
+    files and services yields other credentials. If the lookup yields the same credentials, but the
+    store accepted them before, the refusal is raised as a transient error.
 
     Attributes:
         metadata_prefix: The prefix of the headers that carry an object's metadata.
@@ -155,11 +155,11 @@ class RestStore(ObjectStore):
         """Sends a GET for an object's content, of `if_version` if given; yields the response."""
 
     def attempt_header(self, attempt: str) -> dict[str, str]:
-        """Returns the metadata header that holds the write's name; no header if it has none."""
+        """Returns the metadata header that holds the write's name; none if `attempt` is empty."""
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
 
     def tag_of(self, tag: str | None, key: str) -> str:
-        """Returns the version that a response gives in a header or its body, if it has one.
+        """Returns `tag`, the version that a response has given; raises an error if it gave none.
 
         Raises:
             ConnectionLostError: If this response has none, although others of this store have one:
@@ -194,7 +194,7 @@ class RestStore(ObjectStore):
         """Signs and sends a request; yields the response if its status is one of `successes`.
 
         The request is sent once more for each class of refusal that `recover` can resolve. The
-        final error is certain only if those of all attempts are.
+        final error is certain only if the errors of all attempts are.
 
         Raises:
             StoreError: For any other status, or if the block can't parse the response.
@@ -321,13 +321,13 @@ class RestStore(ObjectStore):
         """Yields the pages of a listing, each requested when needed and retried by itself.
 
         A store whose page says that more follows, but without a marker or with the marker of an
-        earlier page, would be asked forever. It must not be taken for the end either: the objects
-        left out would be taken for missing.
+        earlier page, would be asked forever. Such a page must not be taken for the last one either:
+        the objects left out would be taken for missing.
 
         Args:
             prefix: The prefix that is listed, for messages.
-            ask: Requests the page at some marks, empty for the first. Returns the page and the
-                marks of the next page, None after the last.
+            ask: Requests the page that begins at the given marks, empty for the first page.
+                Returns the page and the marks of the next page, None after the last.
             retry: Retries the request of a page.
 
         Raises:
@@ -348,7 +348,7 @@ class RestStore(ObjectStore):
             yield page
 
     def new_object_headers(self, checksum: int) -> dict[str, str]:
-        """Returns the headers of a request that writes an object; its conditions are added."""
+        """Returns the headers of a request that writes an object, without those of conditions."""
         raise NotImplementedError
 
     def put(

@@ -47,8 +47,8 @@ _NOT_THE_XML = "the store's response is not the expected XML; check the endpoint
 def unqualified(body: bytes, name: str = "") -> Element:
     """Parses an XML response and returns its root, with all namespaces removed from the tags.
 
-    Refused is a body that would take far more memory than its size suggests: one with a document
-    type (which may declare entities), NUL bytes, or more than `_MOST_TAGS` tags. The count is
+    A body that may take far more memory than its size suggests is refused: one with a document type
+    (which may declare entities), NUL bytes, or more than `_MOST_TAGS` tags. The count is
     reliable: in every single-byte encoding that expat reads, a tag begins with the ASCII byte
     ``<``.
 

@@ -166,7 +166,7 @@ class ContainerAccess(Access):
         return url, headers
 
     def reaches(self, other: ContainerAccess) -> bool:
-        """Returns whether another container can be copied to this one: both are in one cloud."""
+        """Returns whether another container can be copied to this one: same cloud or endpoint."""
         if self.is_azure and other.is_azure:
             zones = (_CLOUD.search(urlsplit(access.url).netloc) for access in (self, other))
             return len({zone and zone["suffix"] for zone in zones}) == 1
@@ -237,9 +237,9 @@ class _Signature(Secret):
 class _Tokens:
     """Access tokens of Microsoft Entra ID, which azure-identity fetches.
 
-    One thread at a time asks for one: the source may be a program (``az``), or be silent.
-    Meanwhile, and if that fails, the previous token is used while it is valid, which is half a day
-    with a managed identity.
+    One thread at a time asks for a token: the source may be a slow program (``az``), or fail to
+    respond. Meanwhile, and if the renewal fails, the previous token is used while it is valid,
+    which is half a day with a managed identity.
     """
 
     def __init__(self, config: Config, uri: str, note: str, errors: Errors) -> None:
@@ -444,7 +444,7 @@ def _account_of(endpoint: str) -> str:
 
 
 def _are_together(one: str, other: str) -> bool:
-    """Returns whether two endpoints are in one cloud; each cloud has its own account names."""
+    """Returns False if two endpoints are in different clouds, each with its own account names."""
     clouds = [_CLOUD.search(urlsplit(endpoint).hostname or "") for endpoint in (one, other)]
     return None in clouds or len({cloud and cloud.group("zone", "suffix") for cloud in clouds}) == 1
 

@@ -103,7 +103,7 @@ class AzureStore(RestStore):
     # uploads in parts
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Draws a new upload id; sends nothing, as Azure learns of an upload by its first block."""
+        """Returns an upload with a new id; sends nothing, as Azure begins it by the first block."""
         check_blob(self.root, key)
         name = random_suffix()
         upload = Upload(key, name, part_size, attempt=name)
@@ -234,7 +234,11 @@ class AzureStore(RestStore):
             self.delete(upload.key)
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
-        """Yields the uploads of which Azure has blocks, and those begun by this process."""
+        """Yields the uploads of new blobs of which Azure has blocks, and all begun by this process.
+
+        Uploads by other processes that would replace a blob are left out: finding them would take a
+        request for each blob.
+        """
         known = list(self._begun.values())  # a copy, as other threads begin and end uploads
         begun = {upload.id: upload for upload in known if upload.key.startswith(prefix)}
         ask = partial(self._page, prefix, "", include="uncommittedblobs")
@@ -276,7 +280,7 @@ class AzureStore(RestStore):
     def _page(
         self, prefix: str, delimiter: str, marks: Marks, include: str = ""
     ) -> tuple[Page, Marks | None]:
-        """Requests and parses a page eight times as fast as Azure's SDK."""
+        """Requests one page of a listing, see `_all_pages`; parses it faster than Azure's SDK."""
         query = {
             "restype": "container",
             "comp": "list",
@@ -366,7 +370,7 @@ def block_id(upload: Upload, number: int) -> str:
 
 
 def _upload_of(block: str) -> str:
-    """Returns the id of the upload that a block belongs to; of another program's block, its own."""
+    """Returns the id of the upload that sent a block; for a foreign block, the block's own id."""
     try:
         name = base64.b64decode(block).decode("ascii")
     except (binascii.Error, UnicodeDecodeError):

@@ -64,9 +64,10 @@ def from_answer(
     *,
     is_google: bool = True,
 ) -> StoreError:
-    """Returns the exception for an error of either API; looks `headers` up by lower-case names.
+    """Returns the exception for an error of the JSON or XML API.
 
-    `is_google` tells whether the endpoint is Google's own rather than an emulator.
+    The names of `headers` are looked up in lower case. `is_google` tells whether the endpoint is
+    Google's own rather than an emulator.
     """
     body = _decompressed(headers, body)
     reason, message = _fields(body)

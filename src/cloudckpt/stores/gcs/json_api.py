@@ -117,7 +117,7 @@ def generation(version: str) -> str:
 
 
 def parse_crc32c(text: str) -> int | None:
-    """Parses the CRC32C in a value of ``x-goog-hash``; None if it has none."""
+    """Parses the CRC32C in a value of ``x-goog-hash``; None if that has no CRC32C."""
     match = re.search(r"\bcrc32c=([A-Za-z0-9+/]{6}==)", text)
     return int.from_bytes(base64.b64decode(match.group(1)), "big") if match else None
 

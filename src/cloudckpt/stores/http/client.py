@@ -273,7 +273,7 @@ class Reply:
         return bytes(data), error
 
     def close(self) -> None:
-        """Returns the connection to the pool if at most a little is unread; else closes it."""
+        """Returns the connection to the pool if at most 64 KiB are unread; else closes it."""
         # None: unknown; 0 also after HEAD, and for responses without a body
         left = self._raw.length
         try:

@@ -67,9 +67,9 @@ about 30, and TLS inside TLS to about 60.
 """
 
 LONG = 256 * 1024
-"""Bytes; a read of more than that waits until its buffer is full.
+"""A read of more bytes than this waits until its buffer is full.
 
-Python's own reads ahead, of up to 128 KiB, must not: their bytes may not be sent at all.
+Python itself reads up to 128 KiB ahead; such a read must not wait for bytes that may never be sent.
 """
 
 _IDLE = 10.0  # seconds without a step, after which the watch's thread ends
@@ -78,7 +78,7 @@ _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "li
 
 
 class LateError(TimeoutError):
-    """Raised by a step that the watch ended because it took too long."""
+    """Raised after :class:`Watch` has broken a connection that made too little progress."""
 
 
 class Counter(enum.Enum):
@@ -179,7 +179,7 @@ class _Step:
 
 
 class Watch:
-    """Breaks connections whose current step takes too long without moving bytes.
+    """Breaks connections whose step, one blocking operation, takes too long without moving bytes.
 
     A socket's timeout can't tell a stall from a slow link. For a receiving call it limits the wait
     for the *next* bytes: a peer that drips one byte a second would hold a transfer forever. For a
@@ -300,7 +300,7 @@ class WatchedSocket(socket.socket):
     is_watched = False
 
     fills_buffers = True
-    """Whether a long read returns fewer bytes only if there are no more, or at a failure."""
+    """Whether a long read fills its buffer, unless the data end or the connection fails."""
 
     has_unread = False
     """Whether received but unread data are held outside of the kernel."""

@@ -91,7 +91,7 @@ def lasting_tls_failure(
 
 
 def _unread_file(chain: Sequence[BaseException]) -> OSError | None:
-    """Returns the error of reading the CA certificates' file, which urllib3 wraps."""
+    """Returns the error of reading the CA certificates' file; None if it was read."""
     for outer, inner in itertools.pairwise(chain):
         if not isinstance(outer, urllib3.exceptions.SSLError):
             continue
@@ -137,7 +137,7 @@ def _never_connected(exc: BaseException) -> bool:
 
 
 def _plain(exc: BaseException) -> str:
-    """Returns the innermost cause of an exception, without urllib3's wrapping."""
+    """Returns the class and message of the error that urllib3 has wrapped."""
     for inner in causes(exc):
         if isinstance(inner, LateError):  # urllib3 would only report a timeout
             return str(inner)

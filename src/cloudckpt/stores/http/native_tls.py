@@ -56,11 +56,11 @@ _UNKNOWN = (3, 16)  # the first version of Python whose private structs are not 
 
 
 class _UnfitError(Exception):
-    """Raised with the reason why a connection must use Python's own reads."""
+    """Raised if a connection must use Python's own reads; the message says why."""
 
 
 def is_available() -> bool:
-    """Returns whether this interpreter has an OpenSSL that connections may try to read by."""
+    """Returns whether this interpreter has an OpenSSL that can be called for long reads."""
     try:
         _openssl()
     except _UnfitError:

@@ -23,7 +23,7 @@ from cloudckpt.stores.http.native_tls import LongReadTLSSocket
 __all__ = ["LONGER", "Contexts", "HttpOptions", "Route", "first_set", "named_by"]
 
 LONGER = 15
-"""The factor by which the response to a completion may take longer than ``read_timeout``."""
+"""The response to a completion or a copy may begin as late as this many times ``read_timeout``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,8 @@ class BucketAccess(Access):
         bucket: The bucket's name, or the ARN of an access point.
         base: The URL that keys are appended to, ending in a slash.
         bucket_url: The URL of the bucket, to which a query can be appended. This and ``base`` are
-            the initial URLs; after a redirect to another region, `authorize` replaces them.
+            the initial URLs; after a redirect to another region, `authorize` replaces them in
+            the URLs of requests.
         credentials: The credentials that requests are signed with.
         is_aws: Whether the endpoint is Amazon's own.
         dialect: How the store differs from others with S3's API.
@@ -222,10 +223,10 @@ class BucketAccess(Access):
     ) -> tuple[str, Mapping[str, str]]:
         """Implements :meth:`cloudckpt.stores.credentials.Access.authorize`.
 
-        Integrity rests on CRC32C and TLS, so tensor data are not hashed for the signature unless
-        the profile demands it. All other bodies are small, and signed, as policies may deny
-        unsigned requests. Content-Length is not signed: gateways drop it if it is zero, and HTTP/2
-        does not need it.
+        Integrity rests on CRC32C and TLS, so the bodies of uploads above 1 MiB are not hashed for
+        the signature unless the profile demands it. All other bodies are signed, as policies may
+        deny unsigned requests. Content-Length is not signed: gateways drop it if it is zero, and
+        HTTP/2 does not need it.
         """
         endpoint, (source, secrets) = self._endpoint, issued
         if self._has_moved:
@@ -379,7 +380,7 @@ class Sessions:
     """
 
     def __init__(self, session: Any, client: Any, bucket: str, uri: str, errors: Errors) -> None:
-        """Stores the session's client; a session begins with the first `secrets`.
+        """Keeps the client; the first call of `secrets` begins a session.
 
         Args:
             session: The boto3 session that finds the credentials.

@@ -1,8 +1,8 @@
 """Reads that a store redirects to a signed URL of another host.
 
-The URL is all that the other host needs: neither credentials nor other headers are sent to it. Each
-read asks the store for a new URL. As the store ignores the preconditions of such reads, this module
-compares the versions.
+The other host needs only the URL and the range: no credentials and none of the read's other headers
+are sent to it. Each read asks the store for a new URL. As the store ignores the preconditions of
+such reads, this module compares the versions.
 """
 
 from __future__ import annotations

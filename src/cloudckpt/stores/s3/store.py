@@ -2,7 +2,7 @@
 
 boto3 finds credentials, region and endpoint, and signs. All requests are sent by
 :mod:`cloudckpt.stores.http.client`, large ones with an unsigned payload: integrity rests on CRC32C
-(and TLS), so tensor data are not hashed for the signature.
+and TLS, so tensor data are not hashed for the signature unless the profile demands it.
 """
 
 from __future__ import annotations
@@ -299,6 +299,6 @@ def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
 
 
 def _crc32c(made: Element) -> int | None:
-    """Returns the CRC32C in a result; None if it is missing, or computed from those of parts."""
+    """Returns the CRC32C in a result; None if it is missing, or made from the parts' CRC32Cs."""
     checksum = text(made, "ChecksumCRC32C")
     return from_base64(checksum) if checksum and "-" not in checksum else None
