@@ -274,7 +274,7 @@ def _as_ours(error: BaseException, where: str) -> CloudCheckpointError:
             error.uri = where
         return error
     made: AsyncSaveError = StagingError(
-        "the state dict could not be made or copied for a background save; see the cause",
+        "the state dict could not be built or copied for a background save; see the cause",
         cause=error,
     )
     made.uri = where or None

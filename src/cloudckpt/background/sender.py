@@ -421,8 +421,8 @@ def _portable(error: BaseException) -> BaseException:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - made in the line itself
     except Exception:  # noqa: BLE001 - anything may be raised by somebody's __reduce__
         return SaveProcessError(
-            "the saving process failed with an error that can't be sent to the trainer; this "
-            "save is not committed",
+            "the saving process failed with an error that can't be sent to the trainer (see the "
+            "cause); this save is not committed",
             cause=error,
         )
     return error

@@ -580,7 +580,7 @@ def _copied(value: Any, memo: dict[int, Any], path: _Path, copies: dict[Any, Any
         made = copy.deepcopy(value, memo)
         if all(made[key] is entry for key, entry in copies.items()):
             return made
-        raise TypeError("its copy does not have the copies of its entries")
+        raise TypeError("copy.deepcopy() made other copies of entries that were copied before")
     except Exception as exc:
         for key in list(memo)[known:]:  # partial results of the failed copy
             del memo[key]

@@ -52,8 +52,8 @@ class PerRank(Generic[T]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a per_rank value can be an entry of a dict or a list, not of an object or a "
-            "tuple, and only cloudckpt saves it: use cloudckpt.save, async_save, a "
+            "a per_rank value can't be pickled: put it into a dict or a list of the state dict, "
+            "not into an object or a tuple, and save with cloudckpt.save, async_save, a "
             "checkpointer or a manager"
         )
 
@@ -191,8 +191,8 @@ class Content:
             if key not in (loaded if isinstance(loaded, Mapping) else range(len(loaded))):
                 name = ".".join(map(str, entry_path))
                 raise MissingKeyError(
-                    f"{name} is not in the checkpoint, which has the container around it as one "
-                    "value: leave it out of the state dict",
+                    f"{name} is not in the checkpoint, which has its dict or list as one value: "
+                    f"leave {name} out of the state dict",
                     item=name,
                 )
             if (made := self._put(entry, loaded[key], entry_path)) is not entry:
@@ -248,8 +248,8 @@ class Content:
         name = ".".join(map(str, own.path))
         listed = ", ".join(map(str, saved))
         if self._rank not in saved:
-            self.left_alone[name] = f"saved by ranks {listed} only: see PerRank.all"
-            self.notes.append(f"{name}: rank {self._rank} keeps its value, {self.left_alone[name]}")
+            self.left_alone[name] = f"saved only by these ranks: {listed}; see PerRank.all"
+            self.notes.append(f"{name}: rank {self._rank} keeps its value: {self.left_alone[name]}")
         elif self._rank == 0 and max(saved) >= ranks:
             self.notes.append(
                 f"{name}: ranks {listed} saved it, and {ranks} ranks load it: PerRank.all has "
@@ -337,8 +337,8 @@ def _fill(value: Any, state: Any, name: str) -> None:
         if not isinstance(value, torch.optim.Optimizer):
             raise
         raise ShapeMismatchError(
-            f"{name} does not accept the saved state of an optimizer: make it with the same "
-            "parameter groups, or save and load the state by names of parameters, with "
+            f"{name} does not accept the saved state of an optimizer: make the optimizer with the "
+            "same parameter groups, or save and load the state by names of parameters, with "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
             item=name,
             cause=exc,

@@ -44,7 +44,7 @@ def portable(error: E, uri: str | None) -> E | CheckpointError:
         return error
     made = CheckpointError(
         "a planner or other code outside of cloudckpt failed, with an error that can't be sent "
-        "to the other ranks",
+        "to the other ranks; see the cause",
         uri=uri,
         cause=error,
     )

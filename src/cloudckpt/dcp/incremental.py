@@ -131,8 +131,8 @@ def _held(writer: CloudStorageWriter, base: CheckpointURI | None) -> Hold | None
 
 def _tell_no_base(uri: CheckpointURI, base: CheckpointURI | None, why: object) -> None:
     logger.warning(
-        "%s: %s can't be the base of this incremental save, which uploads everything unless it "
-        "finds another base: %s",
+        "%s: %s can't be the base of this incremental save, which uploads everything unless "
+        "another base is found: %s",
         uri,
         base or "an earlier checkpoint",
         why,

@@ -394,8 +394,8 @@ class Load:
         if not fits:
             raise CheckpointCorruptError(
                 f"the planner asks for {wanted} elements of {fqn} at offsets "
-                f"{tuple(item.storage_offsets)}, but the saved part has the shape {stored}: the "
-                "metadata and the object contradict each other; load an older checkpoint",
+                f"{tuple(item.storage_offsets)}, but the saved part has the shape {stored}: unless "
+                "a custom planner is wrong, the metadata is damaged; load an older checkpoint",
                 uri=self.uri,
                 item=fqn,
             )

@@ -555,7 +555,7 @@ class _Wait:
                     logger.warning(
                         "%s: rank %d has waited for %.0f s, because %s not called it. All ranks "
                         "of the process group must call it; is the call inside an `if rank == "
-                        "0:`? It goes on once they join, and fails at the group's time limit",
+                        "0:`? The call goes on once they join, or fails at the group's timeout",
                         self._call,
                         ranks[own],
                         time.monotonic() - began,

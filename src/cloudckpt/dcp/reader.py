@@ -317,8 +317,8 @@ class CloudStorageReader(OurReader):
     def _taken(self, commit: CommitObject, fetched: Fetched) -> Metadata:
         if self.key_mapping is not None:
             raise ConfigError(
-                "key_mapping= is for models in safetensors files, and this is a checkpoint: "
-                "leave it out",
+                "key_mapping= is for models in safetensors files, but this is a checkpoint: "
+                "leave key_mapping out",
                 uri=str(self.uri),
             )
         self._commit, self._fetched = commit, fetched

@@ -326,7 +326,7 @@ class SaveLoop:
                 if isinstance(value, torch.Tensor):
                     check_supported(value, name)
             raise UnsupportedValueError(
-                f"the state dict can't be described in the format of checkpoints: {exc}",
+                f"the state dict can't be saved, as a checkpoint can't describe it: {exc}",
                 uri=self._uri,
             ) from exc
 

@@ -68,8 +68,8 @@ class BytesSink(Sink):
                 self.data = memoryview(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
             except (OSError, OverflowError, ValueError) as error:
                 raise MemoryError(
-                    f"{nbytes} bytes of memory could not be allocated for a part of the "
-                    "checkpoint: free memory, or lower Config(memory_budget=...)"
+                    f"{nbytes} bytes of memory could not be allocated for a value of the "
+                    "checkpoint: free memory; if the size can't be right, load another checkpoint"
                 ) from error
         super().__init__(memoryview(self.data))
 

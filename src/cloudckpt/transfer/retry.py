@@ -215,7 +215,7 @@ def check_unchanged(
         version = None
     if version != read.version:
         raise CheckpointReplacedError(
-            "the checkpoint was replaced or deleted while it was loaded; load it again",
+            "the checkpoint was replaced or deleted while it was loaded; load the new one, if any",
             saves=None if known_save is None else (known_save, version),
             uri=uri,
             cause=error,

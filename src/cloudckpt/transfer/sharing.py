@@ -244,7 +244,7 @@ class _Allgather:
         if self._lost is not None:
             raise self._lost
         if self._has_failed():
-            raise TransferCancelledError("cancelled, because the load failed on another rank")
+            raise TransferCancelledError("cancelled, because the load failed on a rank")
 
     def _fetch_next(self) -> None:
         number = next(self._own, None)

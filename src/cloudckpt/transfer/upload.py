@@ -334,7 +334,7 @@ class NamedUpload(ObjectUpload):
 
     def _abort_twins(self) -> None:
         logger.warning(
-            "%s: the store did not answer the request to begin an upload, so an empty one may be "
+            "%s: the store did not answer the request to begin an upload; an empty upload may be "
             "left: %s",
             self._store.uri(self.key),
             self._leftover_advice,
