@@ -196,8 +196,8 @@ def load(
             return ToLoad(reader, planner)
         if planner is not None:
             raise ConfigError(
-                "strict=False needs the planner that load makes itself: leave "
-                "planner= out, or pass strict=True"
+                "strict=False contradicts planner=, as it configures the planner that load makes "
+                "itself: leave planner= out, or pass strict=True"
             )
         return ToLoad(reader, CloudLoadPlanner(getattr(reader, "checkpoint_id", ""), strict=False))
 
@@ -417,8 +417,8 @@ def writer_for(
     ours = our_writer(writer)
     if config is not None or base is not None:
         raise ConfigError(
-            "config= and base= configure the writer that this call makes, and you pass a "
-            "storage_writer: give them to that instead"
+            "config= and base= contradict storage_writer=, which has its own options: pass them to "
+            "the writer when you create it"
         )
     ours.reset(None if checkpoint_id is None else str(checkpoint_id))
     return ours
@@ -451,8 +451,8 @@ def _reader(
         raise _foreign(reader, "load", "reader")
     if config is not None or trust_pickle:
         raise ConfigError(
-            "config= and trust_pickle= configure the reader that this call makes, and you pass "
-            "a storage_reader: give them to that instead"
+            "config= and trust_pickle= contradict storage_reader=, which has its own: pass them to "
+            "the reader when you create it"
         )
     reader.reset(None if checkpoint_id is None else str(checkpoint_id))
     return reader

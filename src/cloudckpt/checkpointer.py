@@ -113,7 +113,7 @@ class ClosedAtExit(ABC):
         except CloudCheckpointError as failure:
             if error is None:
                 raise
-            logger.error("%s.close() failed: %s", type(self).__name__, failure)
+            logger.error("%s.close() failed after another error: %s", type(self).__name__, failure)
 
 
 class Checkpointer(ClosedAtExit):
@@ -207,8 +207,8 @@ class Checkpointer(ClosedAtExit):
             if state_dict is not None:
                 if default_map_location is not None:
                     raise ConfigError(
-                        "default_map_location= applies to loading without a state_dict: leave "
-                        "one of them out"
+                        "default_map_location= and a state_dict contradict each other, as tensors "
+                        "are loaded into those of the state_dict: leave one of them out"
                     )
                 is_strict = strict or not leave_misfits
                 planner = CloudLoadPlanner(location, strict=is_strict, partial=not strict)

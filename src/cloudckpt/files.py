@@ -191,7 +191,7 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
                 "read; restore it, or read it with Config(verify=False)",
                 uri=store.uri(key),
             )
-        logger.warning("%s: read again, because the checksum did not match", store.uri(key))
+        logger.warning("%s is read again, as the checksums differ", store.uri(key))
     content = FileContent(room)
     content.version = pinned.info.version
     return content
@@ -203,7 +203,7 @@ def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config:
         kept = Retrier(config.retry).call(lambda: store.checksum_of(info))
     except (ObjectNotFoundError, PreconditionFailedError) as error:
         raise CheckpointReplacedError(
-            "the object was replaced while it was read: read it again",
+            "the object was replaced while it was read: read it when no other job writes to it",
             uri=store.uri(info.key),
             cause=error,
         ) from error

@@ -269,8 +269,8 @@ def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
-            "the objects of an older checkpoint could not be identified, and are left for "
-            "cloudckpt sweep to delete: %s",
+            "the objects of a deleted or replaced checkpoint are not deleted, as its metadata is "
+            "unreadable; cloudckpt sweep can delete them later: %s",
             error,
         )
         return None
@@ -304,8 +304,8 @@ def no_longer_needed(
         names = gone.names(str(uri))
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
-            "it could not be determined which objects of an older checkpoint are still needed, so "
-            "they are left for cloudckpt sweep to delete: %s",
+            "the objects of a deleted or replaced checkpoint are not deleted, as it is unknown "
+            "which of them others need; cloudckpt sweep can delete them later: %s",
             error,
         )
         return ()

@@ -214,8 +214,8 @@ class CommitObject:
         data = {name for name in named if "/" not in name and not name.endswith(METADATA)}
         if data != named:
             logger.warning(
-                "%s: the metadata names objects that are not data of this checkpoint; they are "
-                "left alone",
+                "%s: the metadata names objects that can't be data of this checkpoint; these are "
+                "not deleted",
                 uri,
             )
         return data

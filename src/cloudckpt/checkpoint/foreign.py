@@ -72,8 +72,8 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         raise
     except UnknownNameError as unknown:
         raise UntrustedPickleError(
-            f"the checkpoint's metadata needs {unknown}, which is not one of torch's classes for "
-            "it: if you trust everyone who can write to this location, pass trust_pickle=True",
+            f"the checkpoint's metadata needs {unknown}, which is not among the classes of torch's "
+            "metadata: if you trust everyone who can write here, pass trust_pickle=True",
             uri=uri,
         ) from None
     except Exception as exc:  # classes of the user may raise anything

@@ -103,11 +103,11 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
         items = list(of_name)
         first, data = items[0], items[0].tensor_data
         if name in entries or (data is None and len(items) > 1):
-            raise NotInColumnsError(f"the save planner made several write items for {name}")
+            raise NotInColumnsError(f"the plan lists {name} in two places, or as several values")
         if not all(map(_is_plain, items)) or any(_kind(item) != _kind(first) for item in items[1:]):
             raise NotInColumnsError(
                 f"the save planner made write items for {name} of several types, dtypes or shapes, "
-                "or an item that is not as torch's planner makes it"
+                "or an item of another class, or one whose index contradicts its data"
             )
         if data is None:
             entries[name] = BytesStorageMetadata()

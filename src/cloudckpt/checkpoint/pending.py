@@ -98,7 +98,7 @@ class Pending:
         except (ValueError, LookupError, TypeError, RecursionError, struct.error) as exc:
             raise CheckpointCorruptError(
                 "the object that a saving process left for the next job can't be read: it is "
-                "damaged, or was written by a newer cloudckpt",
+                "damaged, or a newer cloudckpt wrote it, and its save can't be committed here",
                 uri=uri,
                 cause=exc,
             ) from exc

@@ -125,7 +125,7 @@ def call_of(kind: Callable[..., Any], *kinds: type[Any]) -> Constructor:
 
     def make(arguments: tuple[Any, ...], state: Any) -> Any:
         if state is not None or not {*map(type, arguments)} <= {*kinds}:
-            raise ValueError(f"invalid pickle: unexpected arguments or state of {kind}")
+            raise ValueError("invalid pickle: an object has arguments or state of wrong types")
         return kind(*arguments)
 
     return make

@@ -177,7 +177,7 @@ class Record:
         if not self.unmoved:
             return self
         if earlier.digest() != self.unmoved:
-            raise ValueError("the known locations are not those of its previous save")
+            raise ValueError("the item locations known here are not those of its previous save")
         return dataclasses.replace(self, extents=earlier, unmoved="")
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
@@ -282,7 +282,7 @@ class Record:
         ) as exc:
             raise CheckpointCorruptError(
                 "the metadata is invalid: it is damaged, or a newer cloudckpt or torch wrote it; "
-                "install that, or load an older checkpoint",
+                "install a newer version, or load an older checkpoint",
                 uri=uri,
                 cause=exc,
             ) from exc
@@ -349,7 +349,7 @@ def _with_columns(head: _Head, packed: PackedColumns) -> Record:
         )
         table.check_names()
         if bool((table.counts > max(1, packed.left)).any()):  # so that their sum can't overflow
-            raise ValueError("invalid metadata record: it has fewer numbers than chunks")
+            raise ValueError("invalid metadata record: it lists more chunks than it has data for")
         for dims in sorted({form.dims for form in table.forms} - {-1}):
             count = int(table.counts[table.dims == dims].sum())
             offsets = packed.matrix(count, dims)

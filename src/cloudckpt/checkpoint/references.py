@@ -410,7 +410,7 @@ def _owner_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
         return None
     except (ObjectTooLargeError, ValueError, LookupError, TypeError, RecursionError) as error:
         logger.warning(
-            "%s, which protects objects that a save needs, can't be read, so all are kept: %s",
+            "%s can't be read; the objects that it may protect are therefore not deleted: %s",
             store.uri(key),
             error,
         )

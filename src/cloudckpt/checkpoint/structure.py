@@ -131,7 +131,7 @@ class Structure:
             return _built(branches)
         except ValueError as exc:
             raise CheckpointCorruptError(
-                "the nesting of the saved state dict is inconsistent; load it into a state dict",
+                "the stored paths of the values contradict each other: load them into a state dict",
                 uri=uri,
                 cause=exc,
             ) from exc

@@ -258,7 +258,7 @@ class Table:
         if bool(too_many.any()):
             name = self.name_at(int(too_many.nonzero()[0]))
             raise NotInColumnsError(
-                f"invalid metadata: {name[:200]} needs exactly one chunk, as it has no dimensions"
+                f"invalid metadata: {name[:200]} is a scalar or value without exactly one chunk"
             )
 
     def check_chunks(self) -> None:

@@ -216,7 +216,7 @@ class _PlainUnpickler(Unpickler):
 
 def _of_torch(call: Callable[..., Any], arguments: tuple[Any, ...], state: Any) -> Any:
     if state is not None:
-        raise ValueError(f"invalid pickle: unexpected state of {call}")
+        raise ValueError("invalid pickle: it gives a state to the result of a torch function")
     return call(*arguments)
 
 
