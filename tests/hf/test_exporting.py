@@ -85,7 +85,7 @@ def test_names_are_mapped_and_left_out(local) -> None:
     _check(local.at("model"), {"weight": numbered(4)})
     with pytest.raises(KeyCollisionError):
         export(key_mapping=lambda name: "weight")
-    with pytest.raises(CheckpointNotFoundError, match="no tensor has a name"):
+    with pytest.raises(CheckpointNotFoundError, match="no tensor to export"):
         export(key_mapping=lambda name: None)
 
 

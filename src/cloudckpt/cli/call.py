@@ -241,6 +241,6 @@ def _of_store(given: Mapping[str, Any], **wanted: str | None) -> dict[str, Any]:
     fitting = [cloud for cloud in clouds if all(hasattr(_OPTIONS[cloud], name) for name in options)]
     if len(fitting) != 1:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        why = "are in different clouds" if fitting else "are not in a cloud that has this option"
-        raise typer.BadParameter(f"{names}: the locations {why}: set their variables instead")
+        why = "several clouds: set CLOUDCKPT_* instead" if fitting else "no cloud with this option"
+        raise typer.BadParameter(f"{names}: the locations are in {why}")
     return {fitting[0]: _OPTIONS[fitting[0]](**options)}

@@ -118,8 +118,8 @@ def _are_many(wanted: bool | None) -> bool:
         wanted = "TORCHELASTIC_RUN_ID" in os.environ
         if not wanted and os.environ.get("WORLD_SIZE", "1") != "1":
             say(
-                "not started by torchrun, so this process works alone; start it with torchrun "
-                "and --ranks to share the work"
+                "the command was not started by torchrun, so this process works alone; to share "
+                "the work, start it with torchrun, or on each rank with --ranks"
             )
     if not wanted:
         return False

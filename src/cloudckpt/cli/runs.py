@@ -359,7 +359,7 @@ def sweep(call: Call, run: str, *, older_than: str = "24h") -> None:
     age = seconds(older_than)
     leftovers = sweeping.find_leftovers(run, older_than=age, config=call.config)
     for uri in leftovers.unread:
-        say(f"{uri} can't be read, so everything in its folder is kept")
+        say(f"{uri} is damaged, so everything in and beneath its folder is kept")
     if not call.dry_run and (leftovers.objects or leftovers.uploads):
         objects = f"{len(leftovers.objects)} objects ({as_size(leftovers.nbytes)})"
         call.confirm(f"Delete {objects} and {len(leftovers.uploads)} uploads in {safe(run)}?")

@@ -193,8 +193,8 @@ class _Source:
         self.left_out = [name for name in metadata.state_dict_metadata if name not in exported]
         if not self.names:
             raise CheckpointNotFoundError(
-                "no tensor has a name to export: see `cloudckpt inspect` for the names, and "
-                "change key_mapping",
+                "there is no tensor to export: the checkpoint has none, or key_mapping (--prefix) "
+                "leaves all out; see the names with cloudckpt inspect",
                 uri=str(uri),
             )
         self.tensors: list[TensorPlan] = []

@@ -174,7 +174,7 @@ def bytes_of_size(size: int | str) -> int:
         size = int(float(number) * (1024 if binary else 1000) ** power)
     found = whole_number(size)
     if found is None or found < 1:
-        raise ConfigError(f"max_shard_size={size!r}: give at least 1 byte")
+        raise ConfigError(f"max_shard_size={size!r}: give a whole number of bytes from 1")
     return found
 
 

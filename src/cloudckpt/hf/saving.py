@@ -358,8 +358,8 @@ def _tensors(
         elements = sum(chunk.nbytes for chunk in chunks[name]) // stored_dtype.itemsize
         if elements != math.prod(shape) or not are_apart([chunk.box for chunk in chunks[name]]):
             raise IncompleteSaveError(
-                f"the shards of {name} do not make up the tensor: they have {elements} elements, "
-                f"and it has {math.prod(shape)}. Save on all ranks that have parts of it, and "
+                f"the shards of {name} leave gaps or overlap: they have {elements} elements, and "
+                f"the tensor {math.prod(shape)}. Save on all ranks that have parts of it, and "
                 "each part once",
                 item=name,
             )

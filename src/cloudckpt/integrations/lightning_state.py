@@ -129,7 +129,7 @@ class _StrategyOnStores(_OnStores):
         if not getattr(self, "_save_distributed_checkpoint", True):
             raise ConfigError(
                 "saves to URIs are sharded, but save_distributed_checkpoint=False gathers the "
-                "state on one rank: leave it out; any number of ranks can load a sharded one",
+                "state on one rank: leave the option out; any number of ranks can load shards",
                 uri=uri,
             )
         if getattr(self, "_state_dict_type", "sharded") != "sharded":
@@ -323,8 +323,8 @@ class TrainerOnStores(_StrategyOnStores):
                 _fit_loop(values)["combined_loader"] = saved["loaders"]
         elif OF_RANKS in loaded and "combined_loader" in _fit_loop(values):
             logger.warning(
-                "no position of the dataloaders was saved for this rank, so it starts at that "
-                "of the first rank"
+                "no position of the dataloaders was saved for this rank, so its dataloaders start "
+                "at the first rank's position"
             )
         if is_fitting:
             self._saves.resumed(uri)
@@ -443,7 +443,7 @@ def _parts(state: Mapping[str, Any], uri: str) -> Parts:
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
     if not models or (optimizers and len(models) > 1):
         advice = "save each with its optimizers to its own URI" if models else "add the model to it"
-        raise ConfigError(f"the state has {len(models)} models: {advice}", uri=uri)
+        raise ConfigError(f"the state has {len(models)} models, not one: {advice}", uri=uri)
     model = next(iter(models.values()))
     return Parts(models, {key: (model, optimizer) for key, optimizer in optimizers.items()})
 

@@ -336,7 +336,7 @@ def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
     path = os.path.normpath(os.path.join(folder, name))
     if not path.startswith(folder + os.sep):
         raise ConfigError(
-            f"{name!r} leads out of the folder: load it by cloudckpt.load", uri=uri, item=name
+            f"{name!r} lies outside of {folder}: load it by cloudckpt.load", uri=uri, item=name
         )
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb"):  # also shortens a file that is there

@@ -220,11 +220,11 @@ class _Adoption:
         if are_alike(pending.copies for pending in by_rank.values()):
             return
         what = (
-            "ranks have different values under one name, of which the checkpoint has one; a save "
-            "that its trainers commit says which: see cloudckpt.per_rank"
+            "ranks saved different values under one name, of which the checkpoint keeps only one: "
+            "in the training script, wrap such values in cloudckpt.per_rank"
         )
         if self._config.replicas == "refuse":
-            raise self._incomplete(f"{what}. To commit it, pass Config(replicas='warn')")
+            raise self._incomplete(f"{what}. To commit this step, set Config(replicas='warn')")
         if self._config.replicas == "warn":
             logger.warning("%s: %s", self._uri, what)
 

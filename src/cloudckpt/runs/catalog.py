@@ -359,9 +359,9 @@ class Run:
         """
         if self.root.prefix and self.is_checkpoint():
             raise ConfigError(
-                "this is a checkpoint, not a run: did you mean the folder that contains it, "
-                f"{self.root.parent}? If there are checkpoints in it, delete this one with "
-                "cloudckpt rm",
+                f"this is a checkpoint, not a run: give a run's folder, such as {self.root.parent}"
+                ". If this folder is meant to be the run, copy this checkpoint to another location "
+                "with cloudckpt cp first, and only then delete it here with cloudckpt rm",
                 uri=str(self.root),
             )
 

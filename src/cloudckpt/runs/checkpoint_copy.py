@@ -151,8 +151,8 @@ def _tasks(part: ReadContent, source: Run, target: Run, attempt: str) -> dict[st
             objects[name] = info.size, info.checksum
             if info.size < least:
                 raise CheckpointCorruptError(
-                    f"an object has {info.size} bytes, but the checkpoint needs {least}: it was "
-                    "truncated; copy another checkpoint",
+                    f"this object has {info.size} bytes, but the checkpoint needs {least} of it: "
+                    "the object was truncated; copy another checkpoint",
                     uri=source.store.uri(info.key),
                 )
     return {
@@ -229,7 +229,7 @@ def _send(
             if all(task.info is None for task in left.values()):
                 raise
             logger.warning(
-                "the store can't copy by itself, so the bytes pass through this machine: %s", error
+                "the store did not copy data itself, so it passes through this machine: %s", error
             )
             left = {key: replace(task, info=None) for key, task in left.items()}
         except CheckpointCorruptError as error:
@@ -259,7 +259,7 @@ def _has_the_same(target: Run, ours: ReadContent) -> bool:
         return False
     except CheckpointCorruptError as error:
         logger.warning(
-            "the existing checkpoint at the target is damaged, and is replaced: %s", error
+            "the checkpoint at the target is damaged, so it does not count as copied: %s", error
         )
         return False
     root, objects = target.root, theirs.commit.objects

@@ -136,7 +136,7 @@ def _taken(run: Run, by: Owner | None) -> CheckpointConflictError:
         what = (
             f"another job has claimed this run: {by.process}. Two training jobs in one run would "
             "delete and replace each other's checkpoints: give one of them its own folder, or "
-            "stop it"
+            "stop one"
         )
     return CheckpointConflictError(what, uri=str(run.root))
 
@@ -256,8 +256,8 @@ class OwnLine(CommitHook):
         if isinstance(error, CheckpointExistsError) and not self.has_restored:
             error.message = (
                 "this step already has a checkpoint of another training, and this job did not "
-                "call restore(): call it, give the job its own folder, or replace the step "
-                "with force=True"
+                "call restore(): call restore() first, give the job its own folder, or replace "
+                "the step with force=True"
             )
 
     def _claim_run(self, *, saves: bool) -> tuple[str, bool]:

@@ -87,8 +87,8 @@ def delete_at(
         retrier.call(delete_commit)
     except PreconditionFailedError as error:
         raise CheckpointReplacedError(
-            "the checkpoint was replaced or deleted after this deletion began; the new one was "
-            "not deleted",
+            "the checkpoint was replaced or deleted after this deletion began; if there is a new "
+            "checkpoint here, it was not deleted",
             uri=str(location),
         ) from error
     deleted()

@@ -488,7 +488,7 @@ class CheckpointManager(ClosedAtExit):
         """Raises a ConfigError if the manager is ``read_only``."""
         if self._read_only:
             raise ConfigError(
-                "the manager was made with read_only=True: to save or delete, make one without"
+                "the manager was made with read_only=True: to save or delete, leave read_only out"
             )
 
     def _check_open(self) -> None:

@@ -107,9 +107,9 @@ class Preemption:
         """
         if self._signals and threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "signals can only be handled in the main thread, so this job does not notice a "
-                "signal that ends it: its last steps are saved only with "
-                "Preemption(is_due=...) or deadline="
+                "a signal that announces the end of the job is not noticed, because signals can "
+                "only be handled in the main thread: save from the main thread, or pass "
+                "Preemption(is_due=...) or Preemption(deadline=...)"
             )
             return
         with contextlib.ExitStack() as undo:

@@ -117,8 +117,8 @@ def prune(
             inspect(the_run.uri(newest), config=the_run.config)
         except CheckpointCorruptError as error:
             error.message += (
-                "; it is the newest checkpoint of the run, which is always kept: delete it, then "
-                "prune the others"
+                "; this is the newest checkpoint of the run, which prune() always keeps, so "
+                "nothing was deleted: delete this checkpoint with cloudckpt rm, then prune again"
             )
             raise
     steps += history.abandoned if abandoned else ()

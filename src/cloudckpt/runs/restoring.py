@@ -86,7 +86,7 @@ def restore_newest(
             if isinstance(error, CheckpointCorruptError):
                 distrust(error)
             logger.error(
-                "step %d can't be restored, so the step before it is tried: %s", step, error
+                "step %d can't be restored; older steps are tried, if any: %s", step, error
             )
     others = [
         f"step {step} of {f'job {notes.job}' if notes.job else 'an unknown job'}"
@@ -95,8 +95,8 @@ def restore_newest(
     ]
     if others:
         logger.warning(
-            "%s: %s restored; these newer steps were not, because they are abandoned: %s. To "
-            "load one of them, call restore(step=...)",
+            "%s: %s restored; these steps were not, because they are abandoned: %s. To load one of "
+            "them, call restore(step=...)",
             run.root,
             "no step was" if restored is None else f"step {restored} was",
             ", ".join(others),
@@ -128,8 +128,8 @@ def notes_to_restore(run: Run, step: int) -> Notes:
     if newest != step:
         logger.warning(
             "%s: step %d is restored, although %s. When this job first saves, the steps after %d "
-            "that it has not saved become abandoned; if it saves an abandoned step again, it "
-            "replaces it",
+            "that it has not saved become abandoned; an abandoned step that it saves again is "
+            "replaced",
             run.root,
             step,
             f"step {newest} is newer" if newest > step else "it is abandoned",
@@ -180,7 +180,7 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
         return str(source.uri(step)), step
     if (newest := source.newest()) is None:
         raise CheckpointNotFoundError(
-            "source= is neither a checkpoint nor a run with a checkpoint: check the location",
+            "source= is neither a checkpoint nor a run with an intact one: check the location",
             uri=str(source.root),
         )
     return str(source.uri(newest)), newest

@@ -251,7 +251,7 @@ def saving_options(
     """
     if given is not None and config is not None:
         raise ConfigError(
-            "your CheckpointerConfig has its own options: pass config= to that instead"
+            "config= and checkpointer= exclude each other: pass config= to CheckpointerConfig"
         )
     options = given if given is not None else CheckpointerConfig()
     config = config_or_default(options.config if config is None else config)

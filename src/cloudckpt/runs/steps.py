@@ -72,7 +72,7 @@ def check_seconds(name: str, value: object, *, or_zero: bool = False) -> None:
     seconds: Any = value if isinstance(value, Real) else -1
     if not (0 < seconds <= sys.float_info.max or (or_zero and seconds == 0)):
         raise ConfigError(
-            f"{name}={value!r}: give a number of seconds{'' if or_zero else ' above 0'}"
+            f"{name}={value!r}: give a finite number of seconds, {'from' if or_zero else 'above'} 0"
         )
 
 
@@ -211,7 +211,7 @@ class Retention:
         metric = self.best_metric
         if metric is not None and math.isnan(metrics.get(metric, math.nan)):
             logger.warning(
-                "step %d: its metric %s is %s, so it is never the best step",
+                "step %d: its metric %s is %s, so this step never counts as the best",
                 step,
                 metric,
                 "not a number (NaN)"

@@ -355,7 +355,7 @@ def _by_name(state: Any, uri: str) -> dict[str, Any]:
         flattened, _ = flatten_state_dict(state)
     except ValueError as exc:
         raise CheckpointError(
-            "two entries of the file get the same name when it is flattened: rename one of them",
+            "two entries of the file get one name when dicts are flattened: rename one of them",
             uri=uri,
             cause=exc,
         ) from exc

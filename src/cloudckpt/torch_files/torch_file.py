@@ -66,7 +66,7 @@ def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, 
         with contextlib.suppress(ObjectNotFoundError):
             Retrier(config.retry).call(lambda: store.head(key))
             raise CheckpointExistsError(
-                "a file already exists here and overwrite is off: delete it, or write another one",
+                "a file already exists here and overwrite is off: delete it, or use another name",
                 uri=str(uri),
             )
     return store, key

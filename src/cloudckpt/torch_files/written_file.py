@@ -119,8 +119,8 @@ class WrittenFile(io.BufferedIOBase):
         """Sends immutable memory without a copy; copies other memory into slabs, which are sent."""
         if self._at + view.nbytes > self._most:
             raise InvalidRequestError(
-                f"the object exceeds {self._most} bytes, the limit with parts of this size: "
-                "raise Config(memory_budget=...), on which the size of parts depends",
+                f"the object exceeds {self._most} bytes, the limit with parts of this size: set a "
+                "larger Config.memory_budget, and a larger part_size if that option is set",
                 uri=self._uri,
             )
         if view.nbytes >= _UNCOPIED and self._is_immutable(view):
