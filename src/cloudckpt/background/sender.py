@@ -196,6 +196,8 @@ class CurrentSave:
 def finish(current: CurrentSave, limit: float) -> None:
     """Finishes the save of a trainer that has ended, and keeps its pending object up to date.
 
+    Does nothing if a checkpoint is at the location already: this save may have committed it.
+
     Args:
         current: The save.
         limit: Seconds after which this process ends, finished or not; 0 for at once.

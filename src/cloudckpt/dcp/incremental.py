@@ -94,7 +94,7 @@ def agree_on_base(
 def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None:
     """Protects the base from deletion until the commit, on the rank that commits.
 
-    If the base is gone or unreadable, the save sends everything; it does not fail.
+    If no base can be held, the save sends everything; it does not fail.
 
     Args:
         writer: The writer.
@@ -169,7 +169,7 @@ def remember(members: dist.ProcessGroup | None, writer: CloudStorageWriter, atte
 def _remembered(
     members: dist.ProcessGroup | None, uri: CheckpointURI
 ) -> tuple[CheckpointURI, Base] | None:
-    """Returns the last step beside ``uri`` that these ranks have saved incrementally."""
+    """Returns the last step that these ranks have saved beside ``uri``, and its items, or None."""
     with _lock:
         return _bases.get(_steps(members, uri))
 

@@ -363,8 +363,8 @@ class CloudStorageWriter(OurWriter):
         """Sends this rank's items; returns a completed future once the store has all of them."""
         if self.is_incremental and self.contents is None:
             logger.warning(
-                "%s: all is uploaded, as torch's own save, custom planners and classes derived "
-                "from CloudStorageWriter can't save incrementally: use cloudckpt.save without them",
+                "%s: everything is uploaded, as torch's own save and classes derived from "
+                "CloudStorageWriter can't save incrementally: call cloudckpt.save with that class",
                 self.uri,
             )
         record = self.send(plan, planner)

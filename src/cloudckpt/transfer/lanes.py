@@ -101,8 +101,8 @@ class LaneSearch:
 
     Attributes:
         lanes: The number of lanes that should be in use now.
-        each: The rate of a lane without another limit, in bytes per second; None as long as
-            unknown.
+        each: The rate of a lane when only its connection limits it, in bytes per second; None as
+            long as unknown.
     """
 
     def __init__(self, first: int, most: int, each: float | None = None) -> None:
