@@ -194,6 +194,9 @@ class Checkpointer(ClosedAtExit):
             ShapeMismatchError: If a tensor has another shape than in the checkpoint, unless
                 ``leave_misfits`` applies.
             CheckpointNotFoundError: If there is no committed checkpoint.
+            ClosedError: If the checkpointer was closed.
+            ConfigError: If ``default_map_location`` is given with a ``state_dict``, or ``strict``
+                without one.
             CloudCheckpointError: As in :func:`cloudckpt.load`.
         """
         self._check_open()

@@ -43,7 +43,7 @@ Phase = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A completed phase of a save or load on a rank, or its progress.
+    """An event of a save or load on one rank: the end of a phase, a retry, progress, or a failure.
 
     Attributes:
         phase: ``plan``: from the start of a save to its first byte; ``stage``: the copy of an

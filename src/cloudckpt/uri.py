@@ -291,7 +291,14 @@ class CheckpointURI:
         return f"{at.prefix}/{name}" if at.prefix else name
 
     def join(self, *names: str) -> CheckpointURI:
-        """Returns the location beneath this one, for example ``run.join("step-1000")``."""
+        """Returns a location beneath this one, for example ``run.join("step-1000")``.
+
+        Args:
+            names: The names of nested folders; slashes at their ends are ignored.
+
+        Raises:
+            InvalidURIError: If the result is not a valid location.
+        """
         below = "/".join(name.strip("/") for name in names)
         if self.scheme == "file":
             return CheckpointURI("file", "", os.path.abspath(f"{self.prefix}/{below}"))
@@ -366,7 +373,7 @@ def text_of(location: object) -> str | None:
 
 
 def unfolded(path: str) -> str | None:
-    """Returns the URI that a local path was before ``pathlib`` collapsed it; else None.
+    """Returns the URI that ``pathlib`` has collapsed into this local path; None for other paths.
 
     ``s3:/bucket/run`` was ``s3://bucket/run``, and so was ``/home/me/s3:/bucket/run``. A folder of
     such a name is never intended, and data saved there would be lost with the machine.

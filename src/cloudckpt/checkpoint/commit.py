@@ -264,7 +264,7 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
 
 
 def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
-    """Parses a deleted or replaced commit object; logs a warning and returns None if it can't."""
+    """Parses a deleted or replaced commit object; if damaged, logs a warning and returns None."""
     try:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:

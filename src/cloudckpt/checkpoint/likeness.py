@@ -81,7 +81,7 @@ class _Digest:
             self._known[id(value)] = b"within itself", value
             try:
                 self._add(value)
-            except Exception:  # noqa: BLE001 - of somebody's class; the rank that saves it will tell
+            except Exception:  # noqa: BLE001 - of somebody's class; the rank that saves it raises it
                 self._put(f"of {type(value).__module__}.{type(value).__qualname__}")
             self._known[id(value)] = self._hash.digest(), value
             self._hash = outer

@@ -129,7 +129,7 @@ class Notes:
         return other.job == self.job or (other.step is not None and other.step <= last)
 
     def continued_at(self, step: int) -> dict[str, int]:
-        """Returns ``continues`` for a job that resumes from this checkpoint of step ``step``."""
+        """Returns ``continues`` for a job that resumes from this checkpoint, of step ``step``."""
         before = {job: last for job, last in self.continues.items() if job != self.job}
         return {**before, self.job: step}
 

@@ -116,7 +116,7 @@ def is_keep_name(name: str) -> bool:
 
 
 def trial_name(attempt: str) -> str:
-    """Returns the name of the object on which conditional writes are tested; see ``commit``."""
+    """Returns the name of a temporary object on which a store's conditional writes are tested."""
     return f".conditions.{attempt}"
 
 

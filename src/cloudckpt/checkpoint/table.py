@@ -140,7 +140,7 @@ class Table:
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
-        """The number of each name's first chunk, among the chunks of as many dimensions."""
+        """The number of each name's first chunk, among those of tensors with as many dimensions."""
         places = torch.zeros_like(self.counts)
         for dims in self.chunks:
             counts = self.counts[of_dims := self.dims == dims]
