@@ -52,7 +52,7 @@ class S3Options(Options):
         check_endpoint(self.endpoint_url)
         require(
             not (self.anonymous and (self.profile or self.requester_pays)),
-            "anonymous=True sends no credentials: leave out the profile and requester_pays",
+            "anonymous=True sends no credentials, which profile and requester_pays need: omit one",
         )
         with_kms = self.sse in ("aws:kms", "aws:kms:dsse")
         require(

@@ -224,7 +224,7 @@ def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # wrong brackets, or an invalid port
         is_valid = False
-    require(is_valid, f"{name}={url!r} must begin with http:// or https://, and name a host")
+    require(is_valid, f"{name}={url!r} must have the form http://host:port or https://host")
 
 
 def _read_size(text: str) -> int:

@@ -78,7 +78,7 @@ def _connected(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStor
 
     def log_in(retrier: Retrier) -> Finding:
         store = retrier.call(lambda: open_store(uri, config))
-        found = ok("not needed here")
+        found = ok("none are needed on this machine")
         if isinstance(store, RestStore):
             found = surroundings.credentials(retrier.call(store.origin))
         opened.append(store)

@@ -44,7 +44,7 @@ _POLICY = RetryPolicy(attempts=6, base=0.2, cap=1.0, deadline=10.0)
 _GRACE = 2.0  # seconds for an interrupted check to end
 _HOPELESS = (BucketNotFoundError, CredentialsError, TLSError)
 
-_REPORTED = "correct what the message names"
+_REPORTED = "do what the message says; if the store itself failed, try again later"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class Checks:
         if is_late:
             finding = failed(
                 f"not finished within {self._patience:g} s",
-                "check proxies, firewalls and routes to the store; --patience allows more time",
+                "check proxies, firewalls and routes to the store, or raise the limit (--patience)",
             )
         else:
             [finding] = found

@@ -26,7 +26,7 @@ _BYTES = 4096  # size of a small test object
 _MIB = 1024 * 1024
 _CLEANUP = RetryPolicy(attempts=8, base=0.2, cap=2.0, deadline=30.0)
 
-_WRONG = "do not save there: look at proxies on the way, or use another store or version of it"
+_WRONG = "do not save there: bypass proxies on the way, or use another store or a newer version"
 # these do not show whether the checksum was verified
 _NO_WORD = (AccessDeniedError, ConnectionLostError)
 
@@ -89,7 +89,7 @@ class Trials:
             found = retrier.call(self._first)
             if found is None or not found.size:
                 return skipped(
-                    "there is nothing to read: the location is empty, or its first object is"
+                    "nothing could be read: the location, or the first object in it, is empty"
                 )
             part = memoryview(bytearray(min(found.size, _BYTES)))
             retrier.call(lambda: store.get_range(found.key, 0, [part]))
@@ -102,8 +102,8 @@ class Trials:
         if isinstance(store, RestStore) and not retrier.call(lambda: store.head(key)).attempt:
             return warning(
                 "an object was read, but the store dropped its metadata",
-                "use a version of the store that keeps metadata: without it, after a lost "
-                "answer it can't be determined whose commit was stored",
+                "use a version of the store that keeps it: without metadata, cloudckpt can't tell "
+                "after a lost response whose commit was stored",
             )
         return ok("an object was read, as a whole and by a range")
 
@@ -152,7 +152,7 @@ class Trials:
             return ok(f"the store verifies {kind}: it rejected a wrong checksum", values)
         return failed(
             f"the store accepts objects with a wrong {kind}",
-            "set CLOUDCKPT_CHECKSUM=off, so that none is sent: cloudckpt still verifies every "
+            "set CLOUDCKPT_CHECKSUM=off to send no checksums: cloudckpt still verifies every "
             "block when it reads",
             values=values,
         )
@@ -170,7 +170,7 @@ class Trials:
         if upload.id in [each.id for each in store.list_uploads(key, retrier.call)]:
             return failed(
                 "an aborted upload still exists",
-                "use a newer version of the store, or set a rule that ends open uploads",
+                "use a newer version of the store, or set a lifecycle rule that aborts old uploads",
             )
         if upload.id not in listed:
             return warning(

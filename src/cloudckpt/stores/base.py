@@ -315,7 +315,7 @@ class ObjectStore(RangeReader):
         raise self._makes_no_copies(upload.key)
 
     def _makes_no_copies(self, key: str) -> InvalidRequestError:
-        text = "the store can't copy this object by itself"
+        text = "the store can't copy objects by itself"
         return InvalidRequestError(text, uri=self.uri(key), certain=True)
 
     @abstractmethod
@@ -350,7 +350,7 @@ class ObjectStore(RangeReader):
         if size > limit:
             raise ObjectTooLargeError(
                 f"the object has {size} bytes, but at most {limit} are expected, so it was not "
-                "read: is it damaged, or something else?",
+                "read: it is damaged, or another program has written it; check the URI",
                 uri=self.uri(key),
                 certain=True,
             )

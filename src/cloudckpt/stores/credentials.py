@@ -75,7 +75,7 @@ class NoCredentials:
         return ()
 
     def origin(self) -> Origin:
-        return Origin(source="none are sent: anonymous=True, or the endpoint is not https")
+        return Origin(source="none are sent: anonymous=True, or an emulator or http endpoint")
 
 
 class Issued(NamedTuple):
@@ -118,7 +118,7 @@ class SharedCall(Generic[T]):
         """
         asked = time.monotonic()
         if not self._lock.acquire(timeout=_LONGEST_WAIT):
-            text = "another thread takes too long to fetch the credentials; the request is retried"
+            text = f"no credentials within {_LONGEST_WAIT:g} s; check the service that issues them"
             raise ConnectionLostError(text, certain=True)
         try:
             if self._ended <= asked:
@@ -194,7 +194,7 @@ class Credentials:
         if isinstance(error, CredentialsError):
             self._has_failed = True
             if self._were_issued:
-                text = "the credentials can't be refreshed at the moment; the request is retried"
+                text = "the credentials can't be renewed at the moment; check what issues them"
                 error = ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
         raise error
 
@@ -252,7 +252,7 @@ def fetch_error(
         error.uri, error.cause = uri, text_of(exc)
         return error
     if is_transient(exc):
-        text = f"the {whose} credentials can't be fetched at the moment; the request is retried"
+        text = f"the {whose} credentials can't be fetched at the moment; check what issues them"
         return ConnectionLostError(text, uri=uri, cause=text_of(exc), certain=True)
     text = f"the {whose} credentials can't be used; see the cause, and correct or renew them"
     return CredentialsError(text, uri=uri, cause=text_of(exc), certain=True)

@@ -455,7 +455,7 @@ class LocalStore(ObjectStore):
             raise InvalidRequestError(
                 "the process or the machine has too many open files; raise the limit (ulimit -n)"
                 if has_limit
-                else "the file system refused the operation; see the cause",
+                else "the operation of the file system failed; see the cause",
                 uri=self.uri(key),
                 cause=exc,
                 certain=True,

@@ -169,7 +169,7 @@ def locked(folder: Path) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise InvalidRequestError(
                         f"another writer has held the lock of this folder for {_LOCK_PATIENCE:g} s "
-                        "(flock); is it suspended?",
+                        "(flock); if its process is suspended, resume or end it",
                         uri=folder.as_uri(),
                         cause=exc,
                         certain=True,

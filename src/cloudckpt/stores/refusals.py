@@ -40,7 +40,7 @@ class Meaning(NamedTuple):
     is_certain: bool = False
 
 
-DAMAGED = "the bytes arrived damaged, or not all of them"
+DAMAGED = "the store received damaged or incomplete bytes; check the network and its proxies"
 """The message for a body that does not match its checksum or length."""
 
 _CODE = re.compile(r"[A-Za-z][\w.]{0,99}")
@@ -53,7 +53,7 @@ _TEXTS: Mapping[type[StoreError], str] = {
     errors.BucketNotFoundError: (
         "the bucket does not exist (on Azure: the container); check its name and the endpoint"
     ),
-    errors.ClockError: "this machine's clock is wrong by minutes",
+    errors.ClockError: "this machine's clock is wrong by minutes; set it by NTP",
     errors.CredentialsError: "the store does not accept these credentials; correct or renew them",
     errors.InvalidRequestError: "the store rejected the request; see the code in the cause",
     errors.ObjectNotFoundError: "the object does not exist",
@@ -62,13 +62,13 @@ _TEXTS: Mapping[type[StoreError], str] = {
         "meanwhile"
     ),
     errors.RangeNotSatisfiableError: "the object ends before the requested range",
-    errors.ServerError: "the store had an internal error",
+    errors.ServerError: "the store reports a temporary failure; try again later",
     errors.StorageFullError: (
         "the disks of the store or a quota are full; free space, or raise the quota"
     ),
-    errors.ThrottledError: "the store is overloaded or unavailable at the moment",
-    errors.TLSError: "the store demands a newer version of TLS than this machine has",
-    errors.WrongRegionError: "the bucket is in another region",
+    errors.ThrottledError: "the store is overloaded or unavailable; try again later",
+    errors.TLSError: "the store demands a newer version of TLS; update this machine's OpenSSL",
+    errors.WrongRegionError: "the bucket is in another region; set AWS_REGION to that region",
 }
 _BY_STATUS: Mapping[int, type[StoreError]] = {
     200: errors.ServerError,  # an error in the body of a 200
@@ -181,9 +181,9 @@ def refusal(
     if isinstance(error, errors.ClockError) and (ahead := _ahead(headers)) is not None:
         error.ahead = ahead
         minutes, where = round(abs(ahead) / 60), "ahead of" if ahead > 0 else "behind"
-        error.message += f": it is {minutes} minutes {where} the store's"
+        error.message += f" (it is {minutes} minutes {where} the store's)"
         if not minutes:
-            error.message = "the request reached the store minutes after it was signed"
+            error.message = "the request arrived minutes after it was signed; check the network"
     return error
 
 

@@ -141,7 +141,7 @@ class RestStore(ObjectStore):
         try:
             yield
         except StoreError as error:
-            error.message += f" (while it was copied from {source.uri(found.key)})"
+            error.message += f" (in a copy from {source.uri(found.key)})"
             raise
 
     @abstractmethod
@@ -171,7 +171,7 @@ class RestStore(ObjectStore):
             return tag
         uri, missing = self.uri(key), "the response has no ETag or generation"
         if self._sends_versions:
-            raise ConnectionLostError(missing, uri=uri)
+            raise ConnectionLostError(f"{missing}, unlike others; check the proxy", uri=uri)
         raise StoreError(
             f"{missing}, without which a replaced checkpoint can't be detected: use a store that "
             "sends it, or configure the proxy on the way not to remove it",

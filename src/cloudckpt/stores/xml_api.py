@@ -148,7 +148,7 @@ class XmlStore(RestStore):
         with self.exchange("POST", url, headers, key=key) as reply:
             upload_id = text(unqualified(reply.read_all()), "UploadId")
         if not upload_id:
-            raise ServerError("the store's response has no upload ID", uri=self.uri(key))
+            raise ServerError("the response has no upload ID; check the proxy", uri=self.uri(key))
         return Upload(key, upload_id, part_size, attempt=attempt)
 
     def put_part(

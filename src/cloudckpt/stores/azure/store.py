@@ -265,7 +265,7 @@ class AzureStore(RestStore):
         """Raises an error for an aborted upload, so that a late part does not revive it."""
         if upload.id in self._aborted:
             raise ObjectNotFoundError(
-                "the upload was aborted, so no part can be added to it", uri=self.uri(upload.key)
+                "the upload was aborted, so it can't be continued", uri=self.uri(upload.key)
             )
 
     # head, list and delete

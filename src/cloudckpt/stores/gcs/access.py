@@ -193,7 +193,7 @@ class _Token:
             self._fetch()
         token = self._credentials.token or ""
         if not token.isprintable():  # google-auth would log it
-            text = "Google's access token contains a line break or another control character"
+            text = "Google's access token contains a control character; renew the credentials"
             raise CredentialsError(text, uri=self._uri, certain=True)
         return (token,)
 

@@ -171,7 +171,7 @@ class Reply:
         extent, _, total = span.partition("/")
         if unit != "bytes":
             raise ConnectionLostError(
-                "the response has no valid header Content-Range", cause=excerpt(span)
+                "the response has no valid Content-Range; check the proxy", cause=excerpt(span)
             )
         whole = whole_number(total)
         if whole < start + size:
@@ -267,7 +267,7 @@ class Reply:
             cause = exc
         if cause is None and self._raw.isclosed() and not self._raw.length:
             return bytes(data), None
-        why = "the connection broke" if cause else "the response is incomplete or too long,"
+        why = "the connection broke" if cause else "the response was cut off"
         error = ConnectionLostError(f"{why} after {len(data)} bytes", cause=cause)
         error.__cause__ = cause
         return bytes(data), error

@@ -50,9 +50,9 @@ def failure(exc: BaseException, method: str, url: str, bundle: str | None) -> St
     if lasting is not None:
         return lasting
     unsent = _never_connected(exc)
-    why = f"no connection to {host}" if unsent else f"no answer from {host}"
+    why = f"no connection to {host} for" if unsent else f"no answer from {host} to"
     return ConnectionLostError(
-        f"{why} to a {method} request: check the endpoint and the network (cloudckpt doctor)",
+        f"{why} a {method} request: check the endpoint and the network (cloudckpt doctor)",
         cause=_plain(exc),
         certain=unsent,
     )

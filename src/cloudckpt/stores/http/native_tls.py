@@ -85,9 +85,9 @@ def _openssl() -> _OpenSSL:
     if sys.implementation.name != "cpython":
         raise _UnfitError(f"the Python implementation is {sys.implementation.name}, not CPython")
     if sys.platform != "linux":
-        raise _UnfitError(f"the platform is {sys.platform}")
+        raise _UnfitError(f"the platform is {sys.platform}, not Linux")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise _UnfitError("the Python is free-threaded")
+        raise _UnfitError("this Python is free-threaded, which is not supported")
     if sys.version_info >= _UNKNOWN:
         raise _UnfitError("this version of Python is newer than the versions that cloudckpt knows")
     import _ssl

@@ -179,7 +179,7 @@ def translated(uri: str) -> Iterator[None]:
         yield
     except (botocore.exceptions.BotoCoreError, ValueError, OSError) as exc:
         text = (
-            "boto3 rejects the name of the bucket or its settings; see the cause, and correct the "
+            "boto3 rejects the bucket's name or a setting of yours; see the cause, and correct the "
             "URI, ~/.aws/config or the AWS_* variables"
         )
         raise_without_context(ConfigError(text, uri=uri, cause=reason(exc)))

@@ -59,7 +59,7 @@ _MEANINGS = (
     Meaning(
         "ConditionalRequestConflict|OperationAborted",
         errors.ServerError,
-        "not written: another write of the same object is in progress",
+        "the object was not written, because another write of it is in progress",
         is_certain=True,
     ),
     Meaning("KMS.AccessDeniedException", errors.AccessDeniedError),
@@ -89,7 +89,7 @@ def from_code(
         response = response._replace(alias="AuthorizationHeaderMalformed")
     error = refusal(_MEANINGS, response, status, headers, action, uri)
     if isinstance(error, errors.WrongRegionError) and region:
-        error.message += f"; set AWS_REGION={region}"
+        error.message += f" (AWS_REGION={region})"
         error.region = region
     return error
 
