@@ -213,7 +213,7 @@ def test_a_checkpoint_that_cannot_be_read_is_replaced(content, local, caplog):
     loaded = {"t": torch.zeros(3)}
     local.load(loaded)
     assert_same(loaded["t"], numbered(3, first=5))
-    assert "left for cloudckpt sweep" in caplog.text
+    assert "cloudckpt sweep" in caplog.text
 
 
 def test_a_checkpoint_beneath_another_is_left_alone(s3):
