@@ -1,7 +1,6 @@
 """What is said in the log while a store fails or is silent, on a clock that the test turns."""
 
 import contextvars
-import logging
 import math
 
 import pytest
@@ -13,6 +12,7 @@ from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.waiting import Waiting, current
 from dcp.children import in_a_child
+from support.logs import warnings_of_ours
 
 URI = "s3://bucket/run/step-7/__0_ab.distcp"
 
@@ -37,18 +37,11 @@ def clock():
 
 
 @pytest.fixture
-def lines(caplog, clock):
+def lines(clock):
     """Each line, and when it was written."""
     found = []
-
-    class Note(logging.Handler):
-        def emit(self, record):
-            found.append((clock.now, record.getMessage()))
-
-    handler, logger = Note(logging.WARNING), logging.getLogger("cloudckpt")
-    logger.addHandler(handler)
-    yield found
-    logger.removeHandler(handler)
+    with warnings_of_ours(lambda text: found.append((clock.now, text))):
+        yield found
 
 
 def refused(**context):

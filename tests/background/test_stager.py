@@ -1,6 +1,5 @@
 """The stager's memory: kept from save to save, locked while it is read, given back at the end."""
 
-import contextlib
 import errno
 import gc
 import itertools
@@ -9,7 +8,6 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
 from unittest import mock
@@ -264,29 +262,6 @@ def _blocks(process: int, file: os.stat_result) -> int | None:
     return None
 
 
-@contextlib.contextmanager
-def _forked(action: Callable[[], None]) -> Iterator[int]:
-    """A child that was forked here, after ``action``; it sleeps."""
-    (done, tell), (wait, end) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(end)
-            action()
-            os.write(tell, b"done")
-            os.read(wait, 1)
-        finally:
-            os._exit(0)
-    try:
-        os.close(tell)
-        assert os.read(done, 4) == b"done"
-        yield child
-    finally:
-        for pipe in (done, wait, end):
-            os.close(pipe)
-        os.waitpid(child, 0)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of another process's files")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_memory_is_given_back_though_a_forked_child_maps_it():
@@ -294,11 +269,16 @@ def test_memory_is_given_back_though_a_forked_child_maps_it():
     stager = Stager()
     staged = stager.begin({"t": torch.ones(8 * MIB // 4)}, 0)
     view, file = staged.state_dict["t"][:10], os.fstat(staged.arena.fd)
-    with _forked(lambda: None) as child:
+    if (child := os.fork()) == 0:
+        signal.pause()
+    try:
         staged.release()
         stager.stage({"t": torch.ones(32 * MIB // 4)})  # in a new arena
         assert _blocks(child, file) == 8 * MIB // 512
         assert view.tolist() == [1] * 10  # somebody still has a part of the old one
         del view
         assert _blocks(child, file) == 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     stager.close()

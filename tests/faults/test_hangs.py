@@ -3,7 +3,6 @@
 What might hang runs in a child that is ended when its patience is: its status then is -SIGALRM.
 """
 
-import logging
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ from cloudckpt import RetryPolicy, waiting
 from cloudckpt.checkpointer import SaveFuture
 from cloudckpt.errors import ServerError
 from support.forks import child
+from support.logs import warnings_of_ours
 from support.wire.faults import Call, Stall
 from support.wire.hop import Fault, Hop
 
@@ -74,15 +74,12 @@ def lines(monkeypatch):
     monkeypatch.setattr(waiting, "FIRST_LINE", 0.2)
     said, found = threading.Event(), []
 
-    class Note(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-            said.set()
+    def note(text: str) -> None:
+        found.append(text)
+        said.set()
 
-    handler, logger = Note(logging.WARNING), logging.getLogger("cloudckpt")
-    logger.addHandler(handler)
-    yield found, said
-    logger.removeHandler(handler)
+    with warnings_of_ours(note):
+        yield found, said
 
 
 class TestWaiting:
