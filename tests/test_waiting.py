@@ -114,7 +114,7 @@ def test_a_try_that_moves_no_byte_is_said_with_its_request(clock, lines):
             waiting.is_silent(clock.now)
     assert [when for when, _ in lines] == [10.0, 20.0, 40.0]
     assert f"PUT {URI}: no byte has moved for 10 s" in lines[0][1]
-    assert "tried until 300 s after the first failed try" in lines[0][1]
+    assert "gives up 300 s after the first failed try" in lines[0][1]
     assert current() is None
 
 

@@ -250,9 +250,9 @@ class CheckpointURI:
             raise InvalidURIError(f"{shown!r} names {bucket!r}, {_NO_BUCKET_ADVICE}")
         if point is None and ("@" in bucket or ":" in bucket):
             raise InvalidURIError(
-                f"{shown!r} contains credentials, or a host with a port, in place of a bucket: "
-                "cloudckpt gets credentials from where the cloud's own tools get them, and a host "
-                "by endpoint_url"
+                f"{shown!r} has credentials, or a host with a port, in place of a bucket: write "
+                f"{scheme}://bucket/path, set credentials as for the cloud's own tools, and a host "
+                "by endpoint_url in the options"
             )
         if "?" in rest or "#" in rest:
             raise InvalidURIError(

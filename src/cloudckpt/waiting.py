@@ -98,10 +98,10 @@ class Waiting:
             return
         end = f"{self._deadline:g} s after the first failed try"
         if self._until is not None:
-            end = _moment(self._until - now)
+            end = f"at {_moment(self._until - now)}"
         more = f"; {others} other operations wait, too" if others else ""
         logger.warning(
-            "still waiting for the store: %s (since %s; failed tries: %d; tried until %s%s)",
+            "still waiting for the store: %s (since %s; failed tries: %d; gives up %s%s)",
             why,
             _moment(self._began - now),
             self._failures,

@@ -284,10 +284,10 @@ def available_memory(root: str = "/") -> int | None:
 
 
 def _cgroups(memberships: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """Yields the folders of this process's cgroups, and the names of their memory files.
+    """Yields the folders of this process's memory cgroups and of their ancestors.
 
-    In a container, a cgroup's folder may be mounted as the root, so that its own path does not
-    exist; the paths of its ancestors end at that root.
+    Each comes with the names of its files of limits and use. In a container the path of the cgroup
+    itself may not exist, as its folder is mounted as the root; then the last ancestor is the root.
     """
     for line in memberships.splitlines():
         _, _, rest = line.partition(":")

@@ -55,17 +55,19 @@ class Fetched:
 
 
 def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
-    """Reads the necessary bytes of a commit object, usually in two requests.
+    """Reads the bytes of a commit object that a load needs, usually in two requests.
+
+    These are the end of an object that cloudckpt wrote, and all of one that another library wrote.
 
     Args:
         store: The store.
         key: The key of the commit object.
-        whole: Whether to read the whole object; those of other writers are always read whole.
+        whole: Whether to read all bytes in any case.
 
     Raises:
-        ObjectNotFoundError: If it does not exist.
-        CheckpointReplacedError: If it was replaced or deleted meanwhile.
-        ObjectTooLargeError: If it is larger than any commit object.
+        ObjectNotFoundError: If the commit object does not exist.
+        CheckpointReplacedError: If the commit object was replaced or deleted meanwhile.
+        ObjectTooLargeError: If the object is larger than any commit object.
         StoreError: If the store refuses or stays unreachable.
     """
     try:

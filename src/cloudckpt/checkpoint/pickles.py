@@ -121,7 +121,11 @@ Raises ValueError or TypeError if no such value is pickled with these.
 
 
 def call_of(kind: Callable[..., Any], *kinds: type[Any]) -> Constructor:
-    """Returns a constructor that calls ``kind`` with arguments of exactly these classes."""
+    """Returns a constructor that calls ``kind``, and refuses other arguments by a ValueError.
+
+    Each argument must be an instance of one of ``kinds``, not of a derived class; there must be no
+    state.
+    """
 
     def make(arguments: tuple[Any, ...], state: Any) -> Any:
         if state is not None or not {*map(type, arguments)} <= {*kinds}:

@@ -81,8 +81,8 @@ class Structure:
         """
         if not isinstance(document, dict) or document.keys() != {"keys", "empty"}:
             raise ValueError(
-                "invalid metadata record: the structure of the state dict does not consist of "
-                "keys and empty dicts"
+                "invalid metadata record: the structure of the state dict does not have exactly "
+                "the fields 'keys' and 'empty'"
             )
         keys: dict[Path, Key] = {_path(path): key for path, key in document["keys"]}
         empty = tuple(map(_path, document["empty"]))

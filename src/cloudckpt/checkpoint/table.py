@@ -140,7 +140,10 @@ class Table:
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
-        """The number of each name's first chunk, among those of tensors with as many dimensions."""
+        """For each name, the row of its first chunk in ``chunks[dims]``; 0 for other values.
+
+        ``dims`` is the number of dimensions of the tensor.
+        """
         places = torch.zeros_like(self.counts)
         for dims in self.chunks:
             counts = self.counts[of_dims := self.dims == dims]

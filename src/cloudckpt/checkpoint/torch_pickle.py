@@ -193,7 +193,14 @@ class _Opcodes:
     def _places_of(
         self, names: torch.Tensor, extents: Extents, indices: Sequence[torch.Tensor]
     ) -> None:
-        """Writes the locations of rows; ``indices``: the hints and offsets of chunks."""
+        """Pickles entries of torch's ``storage_data``: the index and the location of each item.
+
+        Args:
+            names: The names of the items, as numbers.
+            extents: The locations of the items.
+            indices: Columns with the index of each chunk within its tensor, and its offsets; empty
+                for values that are not tensors.
+        """
 
         def place(name: int, number: int, offset: int, length: int, *index: int) -> Any:
             at = (torch.Size(index[1:]), index[0]) if index else ()

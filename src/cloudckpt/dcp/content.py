@@ -167,13 +167,15 @@ class Content:
         return self.state
 
     def put(self, loaded: Any) -> Any:
-        """Puts loaded values back into the original state dict; calls ``load_state_dict()``.
+        """Puts loaded values into the original state dict, and calls its ``load_state_dict()``.
+
+        That of each ``Stateful`` value in it is called with the state that was loaded for it.
 
         Args:
             loaded: The values that were loaded for :attr:`state`.
 
         Returns:
-            The original state dict, filled; or ``loaded`` if nothing had been replaced.
+            The original state dict.
         """
         return self._put(self._given, loaded, ())
 

@@ -265,7 +265,7 @@ def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses:
 
 
 def _lie_apart(meshes: Iterable[frozenset[int]]) -> bool:
-    """Whether any two of the meshes have no rank in common."""
+    """Whether there are two meshes that have no rank in common."""
     return any(one.isdisjoint(other) for one, other in itertools.combinations(meshes, 2))
 
 

@@ -1,8 +1,8 @@
-"""Plans what a rank saves, and keeps the plans of the last saves for ones of the same structure.
+"""Plans what a rank saves, and keeps the last plans for later state dicts of the same structure.
 
 A kept plan is this rank's part of a plan that all ranks have made together and committed a save
-with. The coordinator drew its number at random, so ranks whose plans have the same number can use
-them without exchanging anything else.
+with. Each common plan has a number, which the coordinator drew at random: ranks whose kept plans
+have the same number can use them without exchanging anything else.
 
 A plan follows from the keys of a state dict, from the positions of its values, and from the shapes,
 types and placements of its tensors; not from their contents. Its outline (:func:`outline_of`) has
@@ -246,7 +246,7 @@ GroupRef: TypeAlias = "weakref.ref[dist.ProcessGroup] | None"
 
 
 def ref_to(group: dist.ProcessGroup | None) -> GroupRef:
-    """Returns a reference to a group that does not keep it alive; None for a process alone."""
+    """Returns a weak reference to a process group; None if this process is alone."""
     return None if group is None else weakref.ref(group)
 
 

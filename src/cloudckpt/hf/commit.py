@@ -277,7 +277,7 @@ class ModelCommit:
             try:
                 self._delete_one(info, retrier)
             except CloudCheckpointError as error:
-                logger.warning("a file of a failed save stays: delete it, or save again: %s", error)
+                logger.warning("can't delete a file of a failed save; save again: %s", error)
 
         self._each([one for one in begun if one.info is None], FileUpload.abandon)
         self._each(made, delete)

@@ -123,7 +123,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """
         self._args = args
         if args.load_best_model_at_end and not self._keep_local:
-            raise ConfigError("load_best_model_at_end needs keep_local=True: leave keep_local out")
+            raise ConfigError("keep_local=False deletes what load_best_model_at_end needs")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Saves the files of the checkpoint that the Trainer has just written, on all ranks.

@@ -302,12 +302,16 @@ class Run:
             return None if isinstance(error, CheckpointNotFoundError) else error
 
     def newest(self, steps: Sequence[int] | None = None) -> int | None:
-        """Returns the newest committed step on the run's line; None if no step is on it.
+        """Returns the newest committed step of the run's present training; None without one.
 
-        Steps whose notes are damaged are logged and skipped.
+        :mod:`cloudckpt.runs.line` says which steps are of it. Steps whose notes are damaged are
+        logged and skipped.
 
         Args:
             steps: The steps that have a folder, oldest first; None lists them.
+
+        Raises:
+            CloudCheckpointError: If notes can't be read for another reason.
         """
         for step, notes, is_on_line in self.walk(steps):
             if isinstance(notes, CheckpointCorruptError):

@@ -93,7 +93,11 @@ class Line:
 
     @classmethod
     def of(cls, owner: Owner | None) -> Line:
-        """Makes the line that a claim describes."""
+        """Returns the steps of the job that owns a run, and of the jobs that it continues.
+
+        Without an owner, or if the owner does not say what it continues, the newest step decides:
+        the first that :meth:`has` is asked for.
+        """
         if owner is None or owner.continues is None:
             return cls()
         return cls({**owner.continues, owner.job: HIGHEST_STEP})

@@ -277,10 +277,14 @@ class Access(ABC):
     def authorize(
         self, method: str, url: str, headers: dict[str, str], body: Body, issued: Issued
     ) -> tuple[str, Mapping[str, str]]:
-        """Signs a request.
+        """Signs a request; returns the URL and all headers to send.
 
-        Returns:
-            The URL and all headers to send, given the other headers, which may be changed.
+        Args:
+            method: The HTTP method.
+            url: The URL without a signature.
+            headers: The headers without a signature; the dict may be changed.
+            body: The bytes to send.
+            issued: The credentials of this attempt, which are set to those that are used.
         """
 
     def route(self) -> Route:

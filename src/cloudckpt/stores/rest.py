@@ -524,7 +524,7 @@ def iso_date(text: str) -> float | None:
 
 
 def http_date(text: str) -> float | None:
-    """Converts the time of an HTTP header to seconds since 1970; None if it is not one."""
+    """Converts the date of an HTTP header to seconds since 1970; None if it is not a date."""
     try:
         date = parsedate_to_datetime(text)
         return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()

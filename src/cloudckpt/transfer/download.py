@@ -312,11 +312,11 @@ class Download:
         logger.warning("%s: read again, because the checksum of %s did not match", uri, bad[0].item)
         self._receive(request, views)
         if bad := self._verify(plan):
-            first, others = bad[0], f" (and of {len(bad) - 1} more)" if bad[1:] else ""
+            first, others = bad[0], f" (and {len(bad) - 1} more blocks)" if bad[1:] else ""
             raise CheckpointCorruptError(
-                f"bytes {first.start} to {first.stop} of the object{others} do not match their "
-                "checksum, twice: the object is damaged; restore it, or load an older "
-                "checkpoint",
+                f"bytes {first.start} to {first.stop} of the object{others} did not match their "
+                "checksums, also when read again: the object is damaged; restore it, or load an "
+                "older checkpoint",
                 uri=uri,
                 item=first.item,
                 damages=bad,

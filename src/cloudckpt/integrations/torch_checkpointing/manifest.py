@@ -183,7 +183,7 @@ def _file(below: str, described: Any, uri: str) -> StoredFile:
             raise ValueError("the size of the file or of its blocks is not a number of bytes")
         checksums = algorithm.unpack(base64.b64decode(described["blocks"], validate=True))
         if len(checksums) != -(-size // block_size):
-            raise ValueError("the file does not have as many blocks as its size says")
+            raise ValueError("the number of checksums does not fit the size of the file")
         blocks = Blocks(algorithm, block_size, checksums)
         if _whole(size, blocks) != int(described["checksum"], 16):
             raise ValueError("the checksum of the file does not match those of its blocks")

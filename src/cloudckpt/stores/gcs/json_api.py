@@ -63,9 +63,10 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
 
 
 def resource_of(options: GCSOptions, attempt: str = "") -> dict[str, Any]:
-    """Returns the JSON resource of a new object according to the options, with the write's name.
+    """Returns the JSON description of a new object, according to the options.
 
-    The encryption key is not part of it, but a query parameter.
+    The key of an encryption is not part of it: it is a query parameter. ``attempt``, which names
+    this write, goes into the metadata of the object.
     """
     wanted = {
         "contentType": "application/octet-stream",
