@@ -62,14 +62,10 @@ def fail_until(clock, end, error=refused):
     return operation
 
 
-def test_what_fails_for_minutes_is_said_after_ten_seconds_and_then_ever_more_seldom(clock, lines):
-    assert retrier(clock).call(fail_until(clock, 250.0)) == "done"
-    assert [when for when, _ in lines] == [10.0, 20.0, 40.0, 80.0, 140.0, 200.0]
-
-
-def test_what_passes_within_seconds_is_no_warning(clock, lines):
-    assert retrier(clock).call(fail_until(clock, 9.0)) == "done"
-    assert lines == []
+@pytest.mark.parametrize(("end", "warned"), [(9.0, 0), (250.0, 6)])
+def test_what_fails_is_said_after_ten_seconds_and_then_ever_more_seldom(clock, lines, end, warned):
+    assert retrier(clock).call(fail_until(clock, end)) == "done"
+    assert [when for when, _ in lines] == [10.0, 20.0, 40.0, 80.0, 140.0, 200.0][:warned]
 
 
 def test_a_long_pause_that_the_store_asks_for_is_said_before_it_begins(clock, lines):
