@@ -18,7 +18,7 @@ _LETTERS = (
     "".join(chr(n) for n in range(32, 127) if chr(n) not in "/?#@") + "ße\u0301重\xa0\u2028\u202e😀"
 )
 SEGMENT = st.text(_LETTERS, min_size=1).filter(
-    lambda text: text not in (".", "..") and text.strip()
+    lambda text: text not in (".", "..") and text.strip() and not text.endswith(":")  # a scheme
 )
 ARN = "arn:aws:s3:eu-west-1:123456789012:accesspoint"
 GOV = ARN.replace("aws", "aws-us-gov", 1)
