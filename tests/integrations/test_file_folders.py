@@ -153,7 +153,8 @@ def test_what_is_in_the_way_stays_and_so_does_what_was_to_be_renamed(store) -> N
         writer.rename_folder("run/tmp_nothing", "run/nothing")
 
 
-def test_a_deletion_spares_what_others_have_written(store) -> None:
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_deletion_spares_what_others_have_written(store, is_damaged) -> None:
     """A folder of another job, committed as soon as the manifest is gone, and a plain file."""
 
     class Store(FaultyStore):
@@ -163,6 +164,8 @@ def test_a_deletion_spares_what_others_have_written(store) -> None:
                 save(folders(store, OTHER), "run/step-7", 8)
 
     save(folders(store), "run/step-7", 7)
+    if is_damaged:
+        store.put(f"run/step-7/{MANIFEST}", [memoryview(b"damaged")], checksum=0)
     folders(Store(store)).remove_folder("run/step-7")
     assert state_of(store, "run/step-7") == 8
     plain, writer = "run/tmp_step-9/metadata.pkl", folders(store)

@@ -279,7 +279,8 @@ class FileFolders(VisibleFiles):
             commit(store, baseline, body, conditional=conditional, retrier=self._retrier)
         except CheckpointConflictError as error:
             raise CheckpointExistsError(
-                "another writer has committed this folder meanwhile, and it was kept",
+                "another writer committed this folder during this save; that commit was kept, and "
+                "this save was not committed",
                 uri=store.uri(target),
                 cause=error,
             ) from error
@@ -328,7 +329,6 @@ class FileFolders(VisibleFiles):
         if not gone:
             raise FileNotFoundError(self._store.uri(key))
         manifests = {one for one in gone if one.rpartition("/")[2] == MANIFEST}
-        gone -= manifests  # another job may write them again, so each is deleted on its version
         for one in manifests:
             folder, version = folder_of(one), listed[one].version
             try:
@@ -340,7 +340,8 @@ class FileFolders(VisibleFiles):
                 named = {other for other in listed if other.startswith(inside(folder))}
             self._remove_manifest(one, version)
             gone |= named & listed.keys()
-        self._delete(sorted(gone))
+        # another job may have written a manifest again: each was deleted on its version only
+        self._delete(sorted(gone - manifests))
         forget_listings()
 
     def _remove_manifest(self, key: str, version: str) -> None:
