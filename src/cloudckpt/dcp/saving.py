@@ -294,28 +294,25 @@ class StateLayout:
     def _item(self, number: int, memory: Memory) -> Iterator[ObjectPlan]:
         """Yields the plan of one item; nothing if an earlier checkpoint has it."""
         item = self._items[number]
-        data = self._data_of(item)
+        data, form = self._data_of(item)
         sums = self._checksums_unless_known(number, data, memory)
         if sums is None:
             return
+        way = _way(form.nbytes)
         if isinstance(data, bytes):
-            form, way = StoredForm(b"", len(data), b"", 0), _way(len(data))
             buffer = memory.put(memoryview(data), data)
+        elif is_plain(data) or not data.numel():
+            buffer = memory.put(bytes_of(data), data)
         else:
-            known = form_of(data.dtype, tuple(data.shape))
-            assert known is not None  # else it is saved as bytes
-            form = known
-            if is_plain(data) or not data.numel():
-                way = _way(form.nbytes)
-                buffer = memory.put(bytes_of(data), data)
-            else:
-                way = "staged"
-                buffer = memory.put_strided(data)
+            way = "staged"
+            buffer = memory.put_strided(data)
         made = self._next(number, form, way)
         yield ObjectPlan(made, way, buffer[0], [buffer[1]], [form], [item.index.fqn], [sums])
 
-    def _data_of(self, item: WriteItem) -> torch.Tensor | bytes:
-        """Returns the data of an item: a plain tensor of any strides and device, or bytes.
+    def _data_of(self, item: WriteItem) -> tuple[torch.Tensor | bytes, StoredForm]:
+        """Returns the data of an item, and how they are stored.
+
+        The data are a plain tensor of any strides and device, or bytes.
 
         Raises:
             ShapeMismatchError: If a tensor has another shape than planned.
@@ -338,7 +335,7 @@ class StateLayout:
             content = data.getvalue()  # shared with the stream, no copy
             if isinstance(planner, DefaultSavePlanner):
                 self._unloadable.look(content, fqn, _kind(planner, item))
-            return content
+            return content, _form_of_bytes(content)
         tensor: torch.Tensor = settled(data).detach()
         check_supported(tensor, fqn)
         # another element type than planned is accepted: every reader converts it, and torch's
@@ -350,12 +347,14 @@ class StateLayout:
                 item=fqn,
             )
         is_opaque = travels_as_bytes(tensor)
-        if is_opaque or form_of(tensor.dtype, tuple(tensor.shape)) is None:
+        form = None if is_opaque else form_of(tensor.dtype, tuple(tensor.shape))
+        if form is None:
             buffer = io.BytesIO()
             torch.save(tensor if is_opaque else tensor.contiguous(), buffer)
-            self._unloadable.look(buffer.getvalue(), fqn, type(tensor))
-            return buffer.getvalue()
-        return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
+            content = buffer.getvalue()
+            self._unloadable.look(content, fqn, type(tensor))
+            return content, _form_of_bytes(content)
+        return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor), form
 
     def _resolved(self, item: WriteItem) -> Any:
         """Returns the data of an item from the planner.
@@ -377,6 +376,10 @@ class StateLayout:
                 item=fqn,
                 cause=exc,
             ) from exc
+
+
+def _form_of_bytes(data: bytes) -> StoredForm:
+    return StoredForm(b"", len(data), b"", 0)
 
 
 def _way(nbytes: int) -> Way:
