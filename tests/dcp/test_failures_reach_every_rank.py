@@ -351,8 +351,7 @@ def _stop_alone(place: Place) -> None:
 
 
 def test_a_rank_that_stops_although_no_other_has_failed_is_heard_by_all(local, ranks):
-    told = ranks.errors(2, _stop_alone, local)
-    assert [type(error) for error in told] == [TransferCancelledError] * 2
+    assert [*map(type, ranks.errors(2, _stop_alone, local))] == [TransferCancelledError] * 2
 
 
 def test_a_failure_of_an_earlier_save_is_named_beside_one_of_this():

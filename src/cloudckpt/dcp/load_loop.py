@@ -31,7 +31,7 @@ from cloudckpt.dcp.content import Content
 from cloudckpt.dcp.failures import one_error, portable_errors, unpickled_plan
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.dcp.loading import Load, Offer, SharedReads
-from cloudckpt.dcp.meeting import Meeting, RankStatus, all_expected
+from cloudckpt.dcp.meeting import LOADING, Meeting, RankStatus, all_expected
 from cloudckpt.dcp.reader import CloudStorageReader, Model
 from cloudckpt.dcp.report import LoadReport
 from cloudckpt.errors import CheckpointReplacedError, CloudCheckpointError
@@ -41,8 +41,6 @@ from cloudckpt.transfer.retry import retry_if_replaced
 __all__ = ["load_together"]
 
 logger = logging.getLogger("cloudckpt")
-
-_LOADING = "while it was loaded"
 
 
 def load_together(
@@ -147,7 +145,7 @@ class _Load:
             if self._meeting.group is not None or isinstance(error, CloudCheckpointError):
                 raise
             # as if one of several ranks had failed
-            raise one_error({0: error}, 0, _LOADING, self._uri) from error
+            raise one_error({0: error}, 0, LOADING, self._uri) from error
 
     def reported(self) -> LoadReport:
         """Returns the report of the load, and logs what may not be intended."""
@@ -287,4 +285,4 @@ class _Load:
                 if shared is not None:
                     shared.leave()
 
-        self._meeting.begin(fetch, during=_LOADING)
+        self._meeting.begin(fetch, during=LOADING)

@@ -54,6 +54,7 @@ from cloudckpt.errors import (
 )
 
 __all__ = [
+    "LOADING",
     "PLAN_ANEW",
     "PLAN_EACH_TIME",
     "Consensus",
@@ -75,6 +76,8 @@ if sys.version_info < (3, 14):
 
 FIRST_LINE = 15.0
 """Seconds of waiting before it is logged who is missing."""
+LOADING = "while it was loaded"
+"""What ranks do that meet during a load, see :meth:`Meeting.exchange`."""
 _ECHOES = (RanksFailedError, TransferCancelledError)
 """Errors of ranks that fail because others have failed."""
 _MARKED_AFTER = 0.5  # seconds of waiting after which a rank is marked as waiting

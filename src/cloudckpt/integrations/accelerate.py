@@ -29,7 +29,7 @@ import torch
 from cloudckpt.config import Config
 from cloudckpt.dcp.content import PerRank, per_rank
 from cloudckpt.dcp.install import chosen_config
-from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.dcp.meeting import LOADING, Meeting
 from cloudckpt.errors import ConfigError, MissingDependencyError, MissingKeyError
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
@@ -182,7 +182,7 @@ def load_state(
                     )
             _read_small_files(accelerator, folder, location)
 
-        meeting.begin(load_files, during="while it was loaded")
+        meeting.begin(load_files, during=LOADING)
     # a rank that did not exist at the save has no file that contains the step
     accelerator.step = meeting.broadcast_from_first(lambda: accelerator.step)
     _saves_of(accelerator, config).resumed(location)

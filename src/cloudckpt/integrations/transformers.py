@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.dcp.install import chosen_config
-from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.dcp.meeting import LOADING, Meeting
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -56,8 +56,6 @@ except ImportError as exc:
 __all__ = ["CloudCheckpointCallback"]
 
 logger = logging.getLogger("cloudckpt")
-
-_LOADING = "while it was loaded"
 
 
 class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
@@ -269,11 +267,11 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             atexit.register(shutil.rmtree, made, ignore_errors=True)
             return os.path.abspath(made)
 
-        roots = meeting.gathered(make, during=_LOADING)
+        roots = meeting.gathered(make, during=LOADING)
         self._restored, root = roots[meeting.rank], str(roots[meeting.rank - local_rank])
         folder = _folder(root, step)
         self._fetch(meeting, step, folder)
-        meeting.begin(lambda: _warn_of_random_states(folder, meeting), during=_LOADING)
+        meeting.begin(lambda: _warn_of_random_states(folder, meeting), during=LOADING)
         if self._args is not None and self._args.load_best_model_at_end:
             self._download_best(meeting, folder, root)
         return folder
@@ -299,7 +297,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         target = os.path.abspath(_folder(self._args.output_dir, best))
         copy = _folder(os.path.join(root, "best"), best)
         try:
-            if not all(meeting.gathered(lambda: os.path.isdir(target), during=_LOADING)):
+            if not all(meeting.gathered(lambda: os.path.isdir(target), during=LOADING)):
                 self._fetch(meeting, best, copy)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             logger.error("step %d, which has the best metric, can't be restored: %s", best, error)
@@ -315,7 +313,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             with open(file, "w") as opened:
                 json.dump({**state, "best_model_checkpoint": target}, opened)
 
-        meeting.begin(put, during=_LOADING)
+        meeting.begin(put, during=LOADING)
 
     def _fetch(self, meeting: Meeting, step: int, folder: str) -> None:
         """Copies a checkpoint to a folder on each node, divided among the ranks of the node."""
@@ -330,7 +328,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             with make_sync_checkpointer(options) as checkpointer:
                 checkpointer.load(uri, wanted, strict=True)
 
-        meeting.begin(fetch, during=_LOADING)
+        meeting.begin(fetch, during=LOADING)
 
     def _delete_restored(self) -> None:
         """Deletes the local copy of the restored checkpoint."""

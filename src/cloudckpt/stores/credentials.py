@@ -284,7 +284,7 @@ class Access(ABC):
             url: The URL without a signature.
             headers: The headers without a signature; the dict may be changed.
             body: The bytes to send.
-            issued: The credentials of this attempt, which are set to those that are used.
+            issued: The credentials to sign with.
         """
 
     def route(self) -> Route:

@@ -23,7 +23,7 @@ from cloudckpt.checkpoint.torch_private import device_for_collectives, flatten_s
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.load_plan import check_types, conversions
-from cloudckpt.dcp.meeting import Meeting
+from cloudckpt.dcp.meeting import LOADING, Meeting
 from cloudckpt.dcp.reader import OurReader
 from cloudckpt.errors import (
     CheckpointError,
@@ -42,7 +42,6 @@ from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
 
-_LOADING = "while it was loaded"
 _BATCH = 16 * 1024 * 1024  # bytes
 
 _Target = tuple[ReadItem, torch.Tensor]
@@ -214,7 +213,7 @@ class BroadcastingTorchSaveReader(OurReader):
         """Broadcasts the tensors in batches, each when all ranks are ready for it."""
         meeting = Meeting.of(None, no_dist=script.world == 1)
         device = "cpu" if meeting.group is None else device_for_collectives(meeting.group)
-        targets = meeting.begin(lambda: self._targets(script, plan, planner), during=_LOADING)
+        targets = meeting.begin(lambda: self._targets(script, plan, planner), during=LOADING)
         last: dict[str, torch.Tensor] = {}
 
         def make_room(names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -227,7 +226,7 @@ class BroadcastingTorchSaveReader(OurReader):
             return {fqn: self._room(fqn, *script.tensors[fqn], device) for fqn in names}
 
         for names in (*_batches(script.tensors), ()):  # the last one only fills
-            last = meeting.begin(functools.partial(make_room, names), during=_LOADING)
+            last = meeting.begin(functools.partial(make_room, names), during=LOADING)
             if meeting.group is not None:
                 self._broadcast(last)
         for item, tensor in itertools.chain.from_iterable(targets.values()):
