@@ -144,7 +144,7 @@ def test_the_best_checkpoint_is_kept_and_comes_to_a_fresh_node(
     assert trainer.state.best_model_checkpoint == str(tmp_path / "fresh" / "checkpoint-1")
     assert (tmp_path / "fresh" / "checkpoint-1" / "model.safetensors").exists()
     assert _steps(run) == [1, 3, 4]  # the best, the one that was restored, and the newest
-    with pytest.raises(cloudckpt.errors.ConfigError, match="leave keep_local out"):
+    with pytest.raises(cloudckpt.errors.ConfigError, match="keep_local=False"):
         _trainer(tmp_path, CloudCheckpointCallback(run, keep_local=False), 1, **best)
 
 
