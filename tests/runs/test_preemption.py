@@ -51,19 +51,12 @@ def test_what_is_watched_again_is_noticed_whatever_handler_was_set_meanwhile(
     assert told == [signal.SIGUSR1] * 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, 9999, "SIGTERM"])
-def test_a_signal_that_cannot_be_handled_is_refused_and_none_is_handled(heard, number) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with pytest.raises(ConfigError, match=r"signals=.*can't be handled"):
-        Preemption(signals=[signal.SIGUSR1, number]).watch()
-    assert signal.getsignal(signal.SIGUSR1) is before
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"signals": signal.SIGUSR1},
         {"signals": None},
+        *({"signals": [signal.SIGUSR1, number]} for number in (signal.SIGKILL, 9999, "SIGTERM")),
         {"is_due": True},
         {"deadline": "12:00"},
         {"deadline": datetime.datetime(2030, 1, 1, tzinfo=datetime.timezone.utc)},

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt.background.groups import give_back, open_group
+from cloudckpt.config import whole_number
 from cloudckpt.dcp.meeting import all_expected
 from cloudckpt.errors import ConfigError, ProcessGroupError
 
@@ -58,18 +59,20 @@ class Preemption:
                 minus the duration of a save.
 
         Raises:
-            ConfigError: If an argument has a wrong type.
+            ConfigError: If an argument has a wrong type, or a signal can't be handled.
         """
+        self._signals = tuple(signals) if isinstance(signals, Iterable) else (None,)  # refused
+        possible = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        are_possible = all(whole_number(number) in possible for number in self._signals)
         after_epoch: object = deadline
         is_time = isinstance(after_epoch, Real) and not math.isnan(after_epoch)
         for name, given, fits, instead in (
-            ("signals", signals, isinstance(signals, Iterable), "a list, such as [signal.SIGUSR1]"),
+            ("signals", signals, are_possible, "a list of signals that a process may handle"),
             ("is_due", is_due, is_due is None or callable(is_due), "a function"),
             ("deadline", deadline, deadline is None or is_time, "seconds since 1970"),
         ):
             if not fits:
                 raise ConfigError(f"Preemption({name}={given!r}): give {instead}")
-        self._signals = tuple(signals)
         self._is_due = is_due
         self._deadline = deadline
         # not guarded by a lock: a signal handler would wait for the code that it interrupts
@@ -101,9 +104,6 @@ class Preemption:
         """Begins to handle the signals, until :meth:`ignore` was called as often as this method.
 
         Outside of the main thread, where Python can't set handlers, it logs a warning instead.
-
-        Raises:
-            ConfigError: If a signal can't be handled.
         """
         if self._signals and threading.current_thread() is not threading.main_thread():
             logger.warning(
@@ -112,18 +112,8 @@ class Preemption:
                 "Preemption(is_due=...) or Preemption(deadline=...)"
             )
             return
-        with contextlib.ExitStack() as undo:
-            for number in self._signals:
-                try:
-                    _handled.setdefault(number, _Signal(number)).watch(self)
-                except (OSError, TypeError, ValueError) as error:
-                    raise ConfigError(
-                        f"Preemption(signals=...): {number!r} can't be handled: give signals that "
-                        "a process may handle, such as signal.SIGTERM",
-                        cause=error,
-                    ) from error
-                undo.callback(_handled[number].ignore, self)
-            undo.pop_all()
+        for number in self._signals:
+            _handled.setdefault(number, _Signal(number)).watch(self)
 
     def ignore(self) -> None:
         """Restores the previous handlers, if this was the last watcher of their signals.

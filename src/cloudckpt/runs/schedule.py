@@ -54,11 +54,7 @@ class Schedule:
         self._due_since = time.monotonic()  # the beginning of the current interval in seconds
 
     def watch(self) -> None:
-        """Begins to handle the signals, unless they are handled already.
-
-        Raises:
-            ConfigError: If a signal can't be handled.
-        """
+        """Begins to handle the signals, unless they are handled already."""
         if not (self._is_watching or self._read_only):
             self._preemption.watch()
             self._is_watching = True
