@@ -23,7 +23,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.contents import ReadContent, read_content
-from cloudckpt.runs.verifying import Progress, check
+from cloudckpt.runs.verifying import Progress
 from cloudckpt.stores.base import ObjectInfo, random_suffix
 from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.copying import CopyTask, MismatchError, copies_within, relay
@@ -191,8 +191,8 @@ def _send(
 ) -> int:
     """Copies objects until all have arrived; returns the bytes that the store copied itself.
 
-    If the store can't copy by itself, the rest is streamed through this machine. An object that was
-    damaged in transit is copied once more.
+    If the store can't copy by itself, the rest is streamed through this machine. An object whose
+    bytes do not match its checksum is copied once more, as it may have been damaged in transit.
 
     Raises:
         CheckpointReplacedError: If the source was replaced meanwhile.
@@ -239,9 +239,6 @@ def _send(
             mismatches += 1
             if not isinstance(error, MismatchError) or mismatches == 2:
                 raise
-            check(
-                source.root, source.config, only=str(error.uri)
-            )  # raises if the source is damaged
 
 
 def _has_the_same(target: Run, ours: ReadContent) -> bool:

@@ -24,7 +24,7 @@ from cloudckpt.transfer.retry import Retrier, check_unchanged, open_store, retry
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["Progress", "Verified", "check", "merged_error", "verify"]
+__all__ = ["Progress", "Verified", "merged_error", "verify"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,25 +149,6 @@ class _Content:
         nbytes, has_checksums = sum(item.nbytes for item in items), part.has_checksums
         result = Verified(items=len(items), nbytes=nbytes, has_checksums=has_checksums)
         return cls(objects, part.commit.info, damaged, result)
-
-
-def check(uri: CheckpointURI, config: Config, *, only: str) -> None:
-    """Verifies one object of a checkpoint, and the checkpoint's metadata, in this process alone.
-
-    Args:
-        uri: The location of the checkpoint.
-        config: Options.
-        only: The URI of the object.
-
-    Raises:
-        CheckpointCorruptError: If the object is damaged or missing, or the metadata is damaged.
-        StoreError: If the store refuses or stays unreachable.
-    """
-    content, store = _Content.of(uri, config), open_store(uri, config)
-    share = [unit for unit in content.objects if store.uri(unit.whole.key) == only]
-    errors = _damages(uri, config, share, lambda done, total: None)
-    if damaged := [*content.damaged, *errors]:
-        raise merged_error(damaged)
 
 
 def _verify(
