@@ -235,12 +235,6 @@ class Run:
         """Returns whether the checkpoint of a step is committed."""
         return find_commit(self.view.look, self.uri(step)) is not None
 
-    def committed(self) -> list[int]:
-        """Lists the committed steps, oldest first; checks all steps at once."""
-        run, steps = self.through(self.view), self.steps()
-        are_there = run.view.each(run.is_committed, steps)
-        return [step for step, is_there in zip(steps, are_there, strict=True) if is_there]
-
     def walk(
         self, steps: Sequence[int] | None = None, adopt: Callable[[int], None] | None = None
     ) -> Iterator[tuple[int, Notes | CloudCheckpointError, bool]]:

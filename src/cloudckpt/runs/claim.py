@@ -49,7 +49,6 @@ from cloudckpt.errors import (
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.line import Owner
 from cloudckpt.stores.base import random_suffix
-from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.upload import creates_only, put_whole
 
 __all__ = ["OwnLine", "copy_claim"]
@@ -79,7 +78,7 @@ def _write_claim(run: Run, job: str, continues: Mapping[str, int], seen: Owner |
         "began": time.time(),
     }
     content = memoryview(json.dumps(document).encode())
-    store, retrier = run.store, Retrier(run.config.retry)
+    store, retrier = run.store, run.retrier
     trial, condition = run.root.key(trial_name(random_suffix())), dict[str, Any]()
     setting = run.config.conditional_writes
     if setting != "off" and conditions_work(store, setting, trial, retrier):
@@ -102,9 +101,9 @@ def _check(run: Run, claim: Owner) -> None:
         CheckpointConflictError: If another job has claimed the run, or the claim was deleted.
         StoreError: If the store refuses or stays unreachable.
     """
-    store, retrier = run.store, Retrier(run.config.retry)
     with contextlib.suppress(ObjectNotFoundError):
-        if retrier.call(lambda: store.head(run.root.key(CLAIM))).version == claim.version:
+        now = run.retrier.call(lambda: run.store.head(run.root.key(CLAIM)))
+        if now.version == claim.version:
             return
     raise _taken(run, run.owner())
 
@@ -153,7 +152,8 @@ class OwnLine(CommitHook):
 
     Attributes:
         run: The run.
-        job: The job's name, which is part of each step's notes; empty until the job claims the run.
+        claimed_by: The job's name, which is part of each step's notes; empty until the job claims
+            the run.
         base: The location of the restored checkpoint, if the next save is incremental and the first
             since a restore, and so may refer to that checkpoint's data; otherwise None.
         has_restored: Whether the job has called ``restore()`` without ``source``, and so knows
@@ -169,7 +169,6 @@ class OwnLine(CommitHook):
         """
         self.run, self._meeting = run, meeting
         self._inner = inner if inner is not None else CommitHook()
-        self.job = ""
         self.base: str | None = None
         self.has_restored = False
         self._continues: Mapping[str, int] = {}
@@ -185,11 +184,6 @@ class OwnLine(CommitHook):
         """Checks the run's location, and reads the claim; called on rank 0."""
         self.run.check_is_run()
         return self.run.owner()
-
-    @property
-    def claimed_by(self) -> str:  # type: ignore[override]
-        """The name of this job; empty until it claims the run."""
-        return self.job
 
     def check_claim(self) -> None:
         """Waits for the answer to a claim in progress, checks the claim, calls the user's hook."""
@@ -229,7 +223,7 @@ class OwnLine(CommitHook):
             CloudCheckpointError: If the run can't be claimed.
         """
         self._claim_together(saves=True)
-        return self.job, self._continues
+        return self.claimed_by, self._continues
 
     def for_deletion(self) -> None:
         """Claims the run before a deletion if it is not claimed yet; keeps the current line.
@@ -245,7 +239,7 @@ class OwnLine(CommitHook):
         begins = saves and self._begins
         if begins or not self._is_claimed:
             claimed = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=saves))
-            self.job, self._is_claimed = claimed
+            self.claimed_by, self._is_claimed = claimed
             self._begins = self._begins and not saves
 
     def explain(self, error: CloudCheckpointError) -> None:
@@ -290,7 +284,7 @@ class OwnLine(CommitHook):
                 self.run.root,
                 patience,
             )
-        return self.job, is_there
+        return self.claimed_by, is_there
 
     def _begin(self, saves: bool) -> Future[Owner]:
         """Begins to claim the run under a new job name, in a thread of its own."""
@@ -298,8 +292,8 @@ class OwnLine(CommitHook):
         if not saves and not self.has_restored:  # a deletion keeps the current line
             line = self.run.history().line
             continues = line[max(line)].continued_at(max(line)) if line else {}
-        self._claim, self._is_late, self.job = made, False, random_suffix()
-        context, job = contextvars.copy_context(), self.job
+        self._claim, self._is_late, self.claimed_by = made, False, random_suffix()
+        context, job = contextvars.copy_context(), self.claimed_by
 
         def claim() -> Owner:
             if saves and not self.has_restored:
@@ -331,7 +325,7 @@ class OwnLine(CommitHook):
             with self._deciding:
                 if seen is None or self._is_late:
                     raise
-                self.job = seen.job
+                self.claimed_by = seen.job
             logger.warning(
                 "%s can't be replaced (is there a retention policy?), so another job that "
                 "saves into this run would not be noticed: %s",

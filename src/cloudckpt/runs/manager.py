@@ -403,12 +403,15 @@ class CheckpointManager(ClosedAtExit):
             load(uri, self._run.config)
             return loaded_step
 
-        def load_step(step: int, notes: Notes) -> None:
-            with self._pruner.in_use.kept(step):
-                load(self.uri(step), self._run.config)
+        def go_on_from(step: int | None, notes: Notes | None) -> None:
             self._restored = step
             self._saves.begin(step, "restored")
             self._line.go_on_from(step, notes)
+
+        def load_step(step: int, notes: Notes) -> None:
+            with self._pruner.in_use.kept(step):
+                load(self.uri(step), self._run.config)
+            go_on_from(step, notes)
 
         if step is not None:
             goal = self._meeting.broadcast_from_first(lambda: notes_to_restore(self._run, step))
@@ -418,9 +421,7 @@ class CheckpointManager(ClosedAtExit):
         until = time.monotonic() + self._adopt_wait if adopts else None
         newest = restore_newest(self._run, self._meeting, self._line, until, load_step)
         if newest is None:
-            self._restored = None
-            self._saves.begin(None, "restored")
-            self._line.go_on_from(None, None)
+            go_on_from(None, None)
         return newest
 
     @collective("CheckpointManager.delete")

@@ -302,7 +302,7 @@ class Pruner:
         try:
             self._line.check_claim()
             history = self._run.history()
-            job = self._line.job
+            job = self._line.claimed_by
             if job and all(notes.job != job for notes in history.line.values()):
                 return  # another process has deleted all steps of this job
             self._log_new(history, keep_abandoned)
