@@ -5,6 +5,7 @@ The model in ``lines`` draws such jobs; here are what they log, and the cases th
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import threading
@@ -12,7 +13,7 @@ import threading
 import pytest
 
 import cloudckpt
-from cloudckpt import CheckpointManager, Config
+from cloudckpt import CheckpointManager, Config, aio
 from cloudckpt.checkpoint.objects import CLAIM
 from cloudckpt.errors import (
     CheckpointConflictError,
@@ -168,7 +169,17 @@ def test_a_step_that_is_not_there_is_told_with_those_that_are(run, two) -> None:
         restored(run, step=77)
 
 
-@pytest.mark.parametrize("ask", [managed, cloudckpt.latest, cloudckpt.list_checkpoints])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        managed,
+        cloudckpt.latest,
+        cloudckpt.list_checkpoints,
+        lambda run: prune(run, max_to_keep=1),
+        lambda run: next(cloudckpt.watch(run)),
+        lambda run: asyncio.run(aio.latest(run)),
+    ],
+)
 def test_a_checkpoint_in_the_place_of_a_run_is_refused_with_the_run_named(run, ask) -> None:
     fill(run, 1)
     with pytest.raises(ConfigError, match=f"such as {run}\\."):

@@ -121,8 +121,6 @@ def latest(
     """
     the_run = Run(run, step_name=step_name, config=config)
     step = the_run.newest()
-    if step is None:
-        the_run.check_is_run()
     return None if step is None else str(the_run.uri(step))
 
 
@@ -201,9 +199,14 @@ class Run:
         """Lists the steps that have a folder, committed or not; oldest first.
 
         With ``warns``, logs a warning if the run has folders, but none with the name of a step.
+
+        Raises:
+            ConfigError: With ``warns``, if the location has no steps and is a checkpoint.
         """
         folders = self.view.folders(self.root.key(""))
         steps = self.steps_among(folders)
+        if warns and not steps:
+            self.check_is_run()
         if warns and folders and not steps:
             logger.warning(
                 "%s: no folder name matches step_name=%r; the folders are %s%s",

@@ -88,7 +88,8 @@ def prune(
 
     Raises:
         CheckpointCorruptError: If the metadata of the newest checkpoint is damaged.
-        ConfigError: If an option is invalid, or no checkpoint has the metric.
+        ConfigError: If an option is invalid, no checkpoint has the metric, or ``run`` is a
+            checkpoint.
         InvalidURIError: If ``run`` is not a valid location.
         StoreError: If the store refuses or stays unreachable; the message lists the steps that were
             deleted, and those that were not.

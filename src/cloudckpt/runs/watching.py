@@ -57,7 +57,7 @@ def watch(
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
-        ConfigError: If an option is invalid.
+        ConfigError: If an option is invalid, or ``run`` is a checkpoint.
         StoreError: If the store refuses or stays unreachable.
     """
     return _poll(Watch(Run(run, step_name=step_name, config=config), interval, start))
