@@ -28,7 +28,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.runs.line import Line, Owner
+from cloudckpt.runs.line import Owner
 from cloudckpt.runs.steps import DEFAULT_PATTERN, StepNames
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier, open_store
@@ -224,7 +224,7 @@ class Run:
             return Owner.read(store, self.root.key(CLAIM), view.retrier)
 
     def notes(self, step: int) -> Notes:
-        """Reads the notes of a step.
+        """Reads the notes of a step; the step that they name is the one of the folder.
 
         Raises:
             CheckpointNotFoundError: If the step is not committed.
@@ -232,7 +232,7 @@ class Run:
         """
         view = self.view
         with view.asking() as store:
-            return read_notes(store, self.uri(step), view.retrier)
+            return replace(read_notes(store, self.uri(step), view.retrier), step=step)
 
     def is_committed(self, step: int) -> bool:
         """Returns whether the checkpoint of a step is committed."""
@@ -255,13 +255,20 @@ class Run:
                 newest committed one on the line. None adopts no step.
         """
         run = self.through(self.view)
-        line, is_gone, passed = Line.of(run.owner()), True, list[tuple[int, Notes]]()
+        owner, is_gone, passed = run.owner(), True, list[tuple[int, Notes]]()
+        line = None if owner is None else owner.line
+
+        def is_on_line(notes: Notes) -> bool:
+            nonlocal line
+            line = notes if line is None else line  # without a claim, the newest step decides
+            return line.is_same_training(notes)
+
         for step, notes in run._read(steps):
             if notes is None and adopt is not None:
                 adopt(step)
                 # read again: this job, or another one meanwhile, may have committed the step
                 notes = run._notes_or_error(step)
-            if isinstance(notes, Notes) and not line.has(step, notes):
+            if isinstance(notes, Notes) and not is_on_line(notes):
                 passed.append((step, notes))
                 yield step, notes, False
             elif notes is not None:
@@ -270,12 +277,11 @@ class Run:
         if passed and is_gone and steps is not None:  # the line may have other steps than these
             others = run._read(sorted({*run.steps(warns=False)} - {*steps}))
             is_gone = all(
-                notes is None or (isinstance(notes, Notes) and not line.has(step, notes))
-                for step, notes in others
+                notes is None or (isinstance(notes, Notes) and not is_on_line(notes))
+                for _, notes in others
             )
-        line = Line()
         for step, notes in passed if is_gone else ():
-            if line.has(step, notes):
+            if passed[0][1].is_same_training(notes):
                 yield step, notes, True
 
     def _read(

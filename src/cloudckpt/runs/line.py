@@ -32,15 +32,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cloudckpt.checkpoint.notes import Notes, continued_from
 from cloudckpt.errors import ObjectNotFoundError
-from cloudckpt.runs.steps import HIGHEST_STEP
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["Line", "Owner"]
+__all__ = ["Owner"]
 
 
 @dataclass(frozen=True)
@@ -79,34 +78,7 @@ class Owner:
         except (ValueError, KeyError, TypeError, RecursionError):
             return cls(info.version)
 
-
-@dataclass
-class Line:
-    """The line of a run: which steps belong to its current training.
-
-    Attributes:
-        last: For each job on the line, its last step there; None if the run has no claim that
-            describes the line, until :meth:`has` was called for the newest step.
-    """
-
-    last: Mapping[str, int] | None = field(default=None)
-
-    @classmethod
-    def of(cls, owner: Owner | None) -> Line:
-        """Returns the steps of the job that owns a run, and of the jobs that it continues.
-
-        Without an owner, or if the owner does not say what it continues, the newest step decides:
-        the first that :meth:`has` is asked for.
-        """
-        if owner is None or owner.continues is None:
-            return cls()
-        return cls({**owner.continues, owner.job: HIGHEST_STEP})
-
-    def has(self, step: int, notes: Notes) -> bool:
-        """Returns whether a committed step is on the line.
-
-        Without a claim, the first call decides the line: call it for the newest step first.
-        """
-        if self.last is None:
-            self.last = {**notes.continues, notes.job: HIGHEST_STEP}
-        return step <= self.last.get(notes.job, -1)
+    @property
+    def line(self) -> Notes | None:
+        """Notes that name the job and what it continues; None if the claim does not say so."""
+        return None if self.continues is None else Notes(job=self.job, continues=self.continues)

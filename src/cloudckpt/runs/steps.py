@@ -16,7 +16,6 @@ from cloudckpt.errors import ConfigError
 
 __all__ = [
     "DEFAULT_PATTERN",
-    "HIGHEST_STEP",
     "Retention",
     "StepNames",
     "check_count",
