@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, read_commit
-from cloudckpt.checkpoint.lazy import ReadLater, save_id_of
+from cloudckpt.checkpoint.lazy import Lazy, ReadLater, save_id_of
 from cloudckpt.checkpoint.objects import METADATA, PART, beneath, is_file
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
@@ -359,20 +359,18 @@ class CloudStorageReader(OurReader):
         """
         if self._model is not None:
             return self._model.places
-        places, commit = metadata.storage_data, self._commit
+        places = metadata.storage_data
         if not isinstance(places, Mapping):
             raise CheckpointCorruptError(
                 "invalid metadata: it has no locations of the items (storage_data); load an "
                 "older checkpoint",
                 uri=str(self.uri),
             )
-        if commit is not None and places is commit.metadata.storage_data:
-            return Places(self.uri, commit)
-        record = None if commit is None else commit.record
-        if record is not None:
+        commit = self._commit or CommitObject(ObjectInfo("", 0, ""), metadata, None)
+        record = commit.record
+        if record is not None and not isinstance(places, Lazy):  # a library has renamed items
             record = dataclasses.replace(record, table=None)
-        info = ObjectInfo("", 0, "") if commit is None else commit.info
-        return Places(self.uri, CommitObject(info, metadata, record))
+        return Places(self.uri, dataclasses.replace(commit, metadata=metadata, record=record))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=_Source(str(self.uri), self._save_id))
