@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import shutil
 import uuid
 from collections.abc import Callable
@@ -148,6 +149,9 @@ def test_a_store_with_checksums_of_another_kind_keeps_those_of_the_source(cloud,
 
 def test_checkpoints_of_torch_are_copied_as_they_are(cloud, tmp_path) -> None:
     dcp.save(a_state(), checkpoint_id=str(tmp_path / "of torch"))
+    metadata = pickle.loads((tmp_path / "of torch" / ".metadata").read_bytes())
+    metadata.mcore_data = {"as": "Megatron's"}
+    (tmp_path / "of torch" / ".metadata").write_bytes(pickle.dumps(metadata))
     copy(tmp_path / "of torch", "memory://there/b", config=CONFIG)
     assert [key for key in cloud.keys("there") if key.endswith(".json")] == []
     assert not cloudckpt.verify("memory://there/b", config=CONFIG).has_checksums
@@ -155,6 +159,7 @@ def test_checkpoints_of_torch_are_copied_as_they_are(cloud, tmp_path) -> None:
     blank = {"model": {"large": torch.zeros(3_500_000)}}
     dcp.load(blank, checkpoint_id=str(tmp_path / "back"))
     assert torch.equal(blank["model"]["large"], a_state()["model"]["large"])
+    assert dcp.FileSystemReader(tmp_path / "back").read_metadata().mcore_data
 
 
 def test_of_a_checkpoint_of_torch_what_the_store_says_of_its_bytes_is_compared(cloud, tmp_path):

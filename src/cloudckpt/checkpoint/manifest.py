@@ -6,6 +6,7 @@ structure reuses only the plan.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 import time
@@ -193,7 +194,7 @@ class Manifest:
             return cls(dataclasses.replace(source.record, objects=renamed, attempt=attempt))
         made = cls.__new__(cls)
         made.attempt, made.objects = attempt, list(objects.values())
-        made.metadata = metadata = dataclasses.replace(source.metadata)
+        made.metadata = metadata = copy.copy(source.metadata)  # with fields of its library
         with paused_gc():
             metadata.storage_data = {
                 index: dataclasses.replace(place, relative_path=objects[place.relative_path].name)
