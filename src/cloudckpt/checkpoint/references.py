@@ -39,7 +39,6 @@ folder with a mark younger than what it sweeps.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Collection, Mapping
@@ -47,7 +46,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from cloudckpt.checkpoint.base import Base
-from cloudckpt.checkpoint.committed import CommitObject, fetch
+from cloudckpt.checkpoint.committed import CommitObject, read_commit
 from cloudckpt.checkpoint.objects import (
     METADATA,
     WrittenObject,
@@ -139,8 +138,7 @@ class Hold:
         check_beside(uri, base)
         retrier = Retrier(config.retry)
         key = base.key(METADATA)
-        fetched = retrier.call(functools.partial(fetch, store, key))
-        commit = CommitObject.parse(fetched, store.uri(key))
+        commit, _ = read_commit(store, key, retrier)
         if not commit.has_digests:
             return None
         folders = frozenset({base.folder, *(one.folder or base.folder for one in commit.objects)})
@@ -390,10 +388,8 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
         CloudCheckpointError: If the commit object can't be read, so that the objects that the
             checkpoint needs are unknown.
     """
-    key = uri.key(METADATA)
-    look = functools.partial(retrier.call, functools.partial(fetch, store, key))
     try:
-        return CommitObject.parse(retry_if_replaced(look), store.uri(key))
+        return retry_if_replaced(lambda: read_commit(store, uri.key(METADATA), retrier))[0]
     except ObjectNotFoundError:
         return None
 
