@@ -35,7 +35,7 @@ from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checkpoint.values import load_item, load_tensor
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 from support.commit_objects import framed
-from support.pickles import Call, containing, data_pkl, opcodes, saved, touch
+from support.pickles import Call, containing, data_pkl, drop_strides, opcodes, saved, touch
 
 URI = "s3://bucket/run/.metadata"
 REFUSED = (UntrustedPickleError, CheckpointCorruptError)
@@ -263,6 +263,7 @@ def shapes(tmp_path):
     yield metadata(storage_data={MetadataIndex("w", size, 3): info, MetadataIndex("step"): info})
     yield metadata(storage_data=None, storage_meta=None, version="1.0.0", planner_data=None)
     yield metadata(storage_meta=StorageMeta(pathlib.PurePosixPath("/a"), None, "load", ["m"]))
+    yield metadata(storage_meta=StorageMeta(5, 1, (7,), None), version=1)  # as torch never writes
     of_another_library, shared = metadata(), ["shared", ("a", 1)]
     of_another_library.mcore_data = {"a": [1, 2]}
     yield of_another_library
@@ -291,6 +292,7 @@ def test_metadata_of_all_shapes_and_protocols_is_what_pickle_makes_of_it(
     for written in shapes(tmp_path):
         data = pickler(written, protocol)
         found, expected = load_metadata(data, URI), pickle.loads(data)
+        drop_strides(expected)
         assert vars(found) == vars(expected)
         assert repr(found) == repr(expected)
         assert load_metadata(pickletools.optimize(data), URI) == expected
@@ -303,11 +305,6 @@ class _StorageInfo:
     relative_path: str
     offset: int
     length: int
-
-
-def test_a_storage_meta_may_have_values_that_torch_does_not_write():
-    odd = StorageMeta(checkpoint_id=5, load_id=(7,), modules=None)
-    assert load_metadata(pickle.dumps(metadata(storage_meta=odd)), URI).storage_meta == odd
 
 
 def test_places_of_another_library_with_the_fields_of_torch_are_read():
@@ -388,7 +385,6 @@ def of_chunk(offsets, sizes):
     return of_tensor(chunks=[ChunkStorageMetadata(offsets, sizes)])
 
 
-DEEP = b"N" + b"\x85" * 200_000
 FIELDS = {
     "an item that is a text": of_entries({"w": "x"}),
     "an item that is None": of_entries({"w": None}),
@@ -397,18 +393,14 @@ FIELDS = {
     "no items": of_entries(None),
     "items in a list": of_entries([]),
     "a storage_meta that is none": pickle.dumps(metadata(storage_meta={})),
-    "a version that is none": pickle.dumps(metadata(version=1)),
-    "a save_id that is none": pickle.dumps(metadata(storage_meta=StorageMeta("", 1))),
     "a place without a name": of_place(1, 0, 9),
     "a place before the file": of_place("f", -1, 9),
     "a place of less than nothing": of_place("f", 0, -1),
     "a place too far": of_place("f", 1 << 64, 9),
     "a place that is a float": of_place("f", 0, 1.0),
     "a place with a field of tomorrow": of_place("f", 0, 9, codec="zstd"),
+    "a text for a list of codecs": of_place("f", 0, 9, "zstd"),
     "an index without a name": replaced("w", opcodes(None)),
-    "an index at no offset": pickle.dumps(
-        metadata(storage_data={unchecked(MetadataIndex, fqn="w", offset=1, index=None): None})
-    ),
     "a key that is a list": replaced("of the planner", opcodes({}) + opcodes([]) + b"Ns"),
     "a size of its own": of_tensor(size=4),
     "a size below nothing": of_tensor(size=torch.Size([-1])),
@@ -424,7 +416,6 @@ FIELDS = {
     "no properties": of_tensor(properties=None),
     "no element type": replaced(torch.float32, opcodes(None)),
     "a text as element type": replaced(torch.float32, opcodes("float32")),
-    "no memory format": replaced(FORMAT, opcodes(0)),
     "a memory format of tomorrow": replaced(FORMAT, opcodes(Call(_MEM_FORMAT_ENCODING, 7))),
     **{
         f"values nested deep {n}": replaced(p, b"N" + b"\x85" * 200_000)

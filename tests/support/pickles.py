@@ -1,5 +1,6 @@
 """Pickles as tests need them: of calls, in files as ``torch.save`` writes them, in opcodes."""
 
+import dataclasses
 import io
 import os
 import pickle
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 
 class Call:
@@ -19,6 +21,13 @@ class Call:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.call
+
+
+def drop_strides(metadata: Metadata) -> None:
+    """Drops from properties what torch 2.15 adds, and torch 2.14 can't read."""
+    for entry in metadata.state_dict_metadata.values():
+        if hasattr(properties := getattr(entry, "properties", None), "strides"):
+            entry.properties = dataclasses.replace(properties, strides=None)
 
 
 def touch(path: object) -> Call:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import pickle
-import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -32,12 +30,19 @@ from cloudckpt.checkpoint.pickles import (
     call_of,
     home,
 )
-from cloudckpt.checkpoint.torch_private import MemoryFormat, StorageInfo, with_strides
+from cloudckpt.checkpoint.torch_private import MemoryFormat, StorageInfo
 from cloudckpt.checkpoint.trailer import pickle_in
 from cloudckpt.errors import CheckpointCorruptError, UntrustedPickleError
 from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["load_metadata"]
+
+
+def _check(metadata: Metadata) -> None:
+    """Checks the contents of fields that readers use."""
+    table_of_metadata(Metadata(metadata.state_dict_metadata))
+    if not isinstance(metadata.storage_meta, (StorageMeta, type(None))):
+        raise ValueError("invalid metadata: storage_meta is not a StorageMeta")
 
 
 class _TrustingUnpickler(pickle.Unpickler):
@@ -66,8 +71,8 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
                 builder = Builder(_CONSTRUCTORS, _BY_NAME, _place_of_another_library)
                 stubs = Unpickler(io.BytesIO(body)).load()  # lives as long as the builder
                 metadata = builder.value(stubs)
-                if isinstance(metadata, Metadata):  # its chunks must fit their tensors
-                    table_of_metadata(Metadata(metadata.state_dict_metadata))
+                if isinstance(metadata, Metadata):
+                    _check(metadata)
     except Warning:
         raise
     except UnknownNameError as unknown:
@@ -92,69 +97,50 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
     return metadata
 
 
-_END = 1 << 63
-
-
-def _classes(annotation: Any) -> tuple[type[Any], ...]:
-    """Returns the classes that a type annotation of a field allows, such as ``str | None``."""
-    is_union = get_origin(annotation) in (Union, types.UnionType)
-    allowed = [
-        get_origin(one) or one for one in (get_args(annotation) if is_union else [annotation])
-    ]
-    named: dict[Any, tuple[type[Any], ...]] = {Any: (object,), Sequence: (list, tuple)}
-    return tuple(itertools.chain.from_iterable(named.get(one, (one,)) for one in allowed))
-
-
-def _instance_of(cls: type[Any], *, more: bool = False, checked: str = "") -> Constructor:
-    """Returns a function that makes instances of a dataclass of torch, and checks their fields.
+def _instance_of(cls: type[Any], *, more: bool = False) -> Constructor:
+    """Returns a function that makes instances of a dataclass of torch from their fields.
 
     Args:
         cls: The class.
         more: Whether fields that torch does not have are accepted, too.
-        checked: The only field that is checked; empty for all.
     """
-    hints = get_type_hints(cls)
-    annotated = {name: _classes(hints[name]) for name in ([checked] if checked else hints)}
-    required = {
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is field.default_factory is dataclasses.MISSING
-    }
-    others = (object,) if more else ()
+    fields = dataclasses.fields(cls)
+    known = {one.name for one in fields}
+    required = {one.name for one in fields if one.default is one.default_factory is _MISSING}
 
     def make(arguments: tuple[Any, ...], state: Any) -> Any:
         made = object.__new__(cls)  # constructors of frozen classes take four times as long
-        if state is not None:
-            vars(made).update(state)
-        for name, value in vars(made).items():
-            if not isinstance(value, annotated.get(name, others)):
-                raise ValueError(
-                    f"invalid metadata: {cls.__name__}.{name[:200]} is an unknown field, or can't "
-                    f"be a {type(value).__name__}"
-                )
-            numbers = value if type(value) is torch.Size else (value,) if type(value) is int else ()
-            if numbers and not 0 <= min(numbers) <= max(numbers) < _END:
-                raise ValueError(f"invalid metadata: {cls.__name__}.{name} is out of range")
-        if arguments or not required <= vars(made).keys():
+        vars(made).update(state or {})
+        names = vars(made).keys()
+        if arguments or not required <= names or not (more or names <= known):
             raise ValueError(
-                f"invalid metadata: {cls.__name__} lacks a required field, or was pickled with "
-                "arguments of a constructor"
+                f"invalid metadata: {cls.__name__} lacks a required field, has an unknown one, or "
+                "was pickled with arguments of a constructor"
             )
         return made
 
     return make
 
 
+_MISSING = dataclasses.MISSING
+_END = 1 << 63
+_any_place = _instance_of(StorageInfo)
+
+
+def _place(arguments: tuple[Any, ...], state: Any) -> StorageInfo:
+    made: StorageInfo = _any_place(arguments, state)
+    numbers, transforms = (made.offset, made.length), made.transform_descriptors
+    if not all(type(number) is int and 0 <= number < _END for number in numbers):
+        raise ValueError("invalid metadata: the location of an item is out of range")
+    if type(made.relative_path) is not str or not isinstance(transforms, (list, tuple, type(None))):
+        raise ValueError("invalid metadata: an item has no name of an object, or no list of codecs")
+    return made
+
+
 def _properties(arguments: tuple[Any, ...], state: Any) -> TensorProperties:
-    names = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
-    *known, strides = state if len(state) == 6 else (*state, None)  # torch 2.15 has strides
-    fields = dict(zip(names, known, strict=True))
-    made: TensorProperties = _plain_properties(arguments, fields)
-    return with_strides(made, strides)
+    return TensorProperties(*state[:5])  # torch 2.15 has strides, too, which nothing reads
 
 
-_plain_properties = _instance_of(TensorProperties)
-_place = _instance_of(StorageInfo)
 _DCP = "torch.distributed.checkpoint.metadata"
 _ENCODING = f"{_DCP}.{MemoryFormat.__name__}"
 
@@ -171,7 +157,7 @@ _CONSTRUCTORS: Mapping[str, Constructor] = {
     _ENCODING: call_of(lambda number: _format(MemoryFormat(number)), int),
     # libraries add fields that torch does not have
     f"{_DCP}.Metadata": _instance_of(Metadata, more=True),
-    f"{_DCP}.StorageMeta": _instance_of(StorageMeta, more=True, checked="save_id"),
+    f"{_DCP}.StorageMeta": _instance_of(StorageMeta, more=True),
     **{
         f"{_DCP}.{one.__name__}": _instance_of(one)
         for one in (TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)

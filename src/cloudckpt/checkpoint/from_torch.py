@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from array import array
 from collections import Counter
@@ -65,6 +64,8 @@ def table_of_metadata(metadata: Metadata) -> Table:
         dims: Chunks(matrix_of(offsets[dims], dims, count), matrix_of(sizes[dims], dims, count))
         for dims, count in sorted(rows.items())
     }
+    if any(bool(((of.offsets < 0) | (of.sizes < 0)).any()) for of in chunks.values()):
+        raise NotInColumnsError("the offset or the size of a chunk is negative")
     names = list(metadata.state_dict_metadata)
     if not all(type(name) is str for name in names):
         raise NotInColumnsError("the name of an item is not a string")
@@ -80,9 +81,7 @@ def _form(name: str, entry: TensorStorageMetadata) -> Form:
         raise NotInColumnsError(f"the properties or chunks of {name} are not of torch's classes")
     if any(len(chunk.offsets) != dims or len(chunk.sizes) != dims for chunk in chunks):
         raise NotInColumnsError(f"a chunk of {name} does not have as many dimensions as the tensor")
-    if math.prod(entry.size) * properties.dtype.itemsize >= _END:
-        raise NotInColumnsError(f"{name} has more bytes than a 64-bit number can count")
-    return Form(tuple(entry.size), properties.dtype, properties.requires_grad)
+    return Form.of(entry.size, properties.dtype, properties.requires_grad)
 
 
 def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:

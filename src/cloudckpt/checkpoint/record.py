@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,6 @@ _MAGIC = b"ckptrec\3"
 # magic; then bytes of the document and of the columns, each packed and unpacked
 _HEADER = struct.Struct("<8s4Q")
 _END = 1 << 63
-_MOST_DIMS = 64  # numpy's limit; columns are walked once for each number of dimensions
 
 _LEAST = 1 << 20
 _TIMES = 16
@@ -439,16 +437,7 @@ def _form(described: Any) -> Form:
         )
     if type(requires_grad) is not bool:
         raise ValueError("invalid metadata record: requires_grad is not a bool")
-    if len(shape) > _MOST_DIMS or not all(type(dim) is int and 0 <= dim < _END for dim in shape):
-        raise ValueError(
-            "invalid metadata record: a shape has too many dimensions, or one that is negative, "
-            "too large, or not an integer"
-        )
-    if math.prod(shape) * dtype.itemsize >= _END:
-        raise ValueError(
-            "invalid metadata record: a tensor has more bytes than a 64-bit number can count"
-        )
-    return Form(tuple(shape), dtype, requires_grad)
+    return Form.of(shape, dtype, requires_grad)
 
 
 def _paths(names: Sequence[str], described: Any) -> Paths:

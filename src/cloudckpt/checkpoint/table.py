@@ -9,6 +9,7 @@ demand.
 from __future__ import annotations
 
 import functools
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ Paths = Mapping[str, tuple["str | int", ...]]
 """``planner_data`` of torch's metadata: the path of each name in the state dict."""
 
 _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
+_END = 1 << 63
+_MOST_DIMS = 64  # numpy's limit; columns are walked once for each number of dimensions
 
 
 class Form(NamedTuple):
@@ -51,6 +54,21 @@ class Form(NamedTuple):
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype = torch.float32
     requires_grad: bool = False
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> Form:
+        """Returns the form of a tensor, after checking its numbers.
+
+        Raises:
+            NotInColumnsError: If the shape has too many dimensions, or a number is out of range.
+        """
+        is_shape = len(shape) <= _MOST_DIMS and all(type(n) is int and 0 <= n < _END for n in shape)
+        if not is_shape or math.prod(shape) * dtype.itemsize >= _END:
+            raise NotInColumnsError(
+                f"the shape of a tensor has more than {_MOST_DIMS} dimensions or one that is not a "
+                "non-negative integer, or the tensor has more bytes than a 64-bit number can count"
+            )
+        return cls(tuple(shape), dtype, requires_grad)
 
     @property
     def dims(self) -> int:
