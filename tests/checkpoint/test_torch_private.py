@@ -19,23 +19,15 @@ def rows(*bounds):
     return TensorStorageMetadata(TensorProperties(), torch.Size([4]), chunks)
 
 
-@pytest.mark.parametrize("says_what_is_wrong", [True, False])
-def test_a_plan_with_a_hole_is_named_also_by_a_torch_that_only_says_that_it_is_wrong(
-    monkeypatch, says_what_is_wrong
-):
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_hole_is_seen_also_if_torch_only_says_whether_there_is_one(monkeypatch, is_old):
     usual = torch_private._validate_global_plan
-    if not says_what_is_wrong:  # as torch 2.9
-        monkeypatch.setattr(
-            torch_private,
-            "_validate_global_plan",
-            lambda *given: (found := usual(*given)) is True or found == [],
-        )
-    plans = [SavePlan([])] * 2
-    whole, hole = rows((0, 2), (2, 4)), rows((0, 2), (3, 4))
-    assert torch_private.validate_global_plan(plans, Metadata({"whole": whole})) == []
-    told = torch_private.validate_global_plan(plans, Metadata({"whole": whole, "hole": hole}))
-    assert len(told) == 1
-    assert told[0].startswith("key:hole ")
+    if is_old:  # as torch 2.9
+        verdict = lambda *given: usual(*given) in (True, [])  # noqa: E731
+        monkeypatch.setattr(torch_private, "_validate_global_plan", verdict)
+    for second, is_filled in ((2, 4), True), ((3, 4), False):
+        metadata = Metadata({"t": rows((0, 2), second)})
+        assert torch_private.is_filled([SavePlan([])] * 2, metadata) is is_filled
 
 
 def test_what_a_planner_keeps_of_earlier_saves_is_dropped_for_it_alone(monkeypatch):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,15 +66,12 @@ __all__ = [
     "forget_plans",
     "groups_joined",
     "init_state_dict",
+    "is_filled",
     "set_group_timeout",
     "state_dict_being_planned",
     "store_of_group",
-    "validate_global_plan",
     "whole_shape",
-    "with_strides",
 ]
-
-_P = TypeVar("_P", bound=Any)
 
 allowed_by_torch: Callable[[], dict[str, Any]] = _weights_only._get_allowed_globals
 """Returns the classes, functions and constants that ``weights_only`` allows, by full names."""
@@ -140,32 +136,13 @@ def groups_joined() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def with_strides(properties: _P, strides: tuple[int, ...] | None) -> _P:
-    """Returns a tensor's properties with these strides, if this torch has such a field.
+def is_filled(plans: list[SavePlan], metadata: Metadata) -> bool:
+    """Whether the chunks of all tensors fill them, without overlaps, by torch's own check.
 
-    torch has it from 2.15 on. They are the strides of one rank's tensor; nothing reads them, and an
-    older torch can't read properties that have them. So checkpoints are written without strides.
+    Older versions of torch (such as 2.9) return just that, newer ones a list of errors.
     """
-    if not hasattr(properties, "strides") or properties.strides == strides:
-        return properties
-    return dataclasses.replace(properties, strides=strides)
-
-
-def validate_global_plan(plans: list[SavePlan], metadata: Metadata) -> list[str]:
-    """Returns the errors that torch finds in a plan: chunks that overlap, leave gaps or stick out.
-
-    Older versions of torch (such as 2.9) log the errors and only return whether there are any;
-    newer ones return them. For the older ones, each tensor is validated by itself, so that an error
-    can name it.
-    """
-    judge: Callable[[list[SavePlan], Metadata], list[str] | bool] = _validate_global_plan
-    if isinstance(judge(plans, Metadata({})), list):
-        return cast(list[str], judge(plans, metadata))
-    return [
-        f"key:{name} has chunks that overlap, leave a gap, or are out of bounds"
-        for name, entry in metadata.state_dict_metadata.items()
-        if not judge(plans, Metadata({name: entry}))
-    ]
+    found: Any = _validate_global_plan(plans, metadata)
+    return found is True or found == []
 
 
 def forget_plans(planner: SavePlanner) -> None:

@@ -29,7 +29,7 @@ from cloudckpt.checkpoint.manifest import Planned
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpoint.structure import Structure, shown
 from cloudckpt.checkpoint.table import Chunks, Form, Paths, Table, numbered, rows_by_dims
-from cloudckpt.checkpoint.torch_private import validate_global_plan
+from cloudckpt.checkpoint.torch_private import is_filled
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.dcp.copies import Shared, shared_of_ranks
 from cloudckpt.errors import IncompleteSaveError, KeyCollisionError
@@ -357,7 +357,7 @@ def _validate(table: Table, ranks: int, uri: str) -> None:
     for number in sorted(itertools.chain.from_iterable(_doubtful(table, ranks))):
         name = names[number]
         metadata = Metadata({name: table.metadata_of(name)})
-        if validate_global_plan([SavePlan([])] * ranks, metadata):
+        if not is_filled([SavePlan([])] * ranks, metadata):
             why = (
                 "has parts on the ranks that overlap, or do not cover it. Give the same keys on "
                 "all ranks, for example those of "
