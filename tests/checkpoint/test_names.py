@@ -2,13 +2,7 @@
 
 import pytest
 
-from cloudckpt.checkpoint.objects import (
-    checked,
-    data_name,
-    is_drawn_name,
-    probe_name,
-    trial_name,
-)
+from cloudckpt.checkpoint.objects import checked, data_name, is_drawn_name, probe_name, trial_name
 from cloudckpt.errors import CheckpointCorruptError
 
 DRAWN = "0123456789abcdef"

@@ -194,6 +194,7 @@ def test_numbers_of_a_table_that_make_no_sense_are_refused(column, number, value
     ],
 )
 def test_a_row_outside_of_its_object_is_refused(column, value):
+    Record.parse(with_number("lengths", 1, 64), URI, most=1 << 20)  # up to the end of its object
     with pytest.raises(CheckpointCorruptError) as caught:
         Record.parse(with_number(column, 1, value), URI, most=1 << 20)
     assert "w lies outside of its object" in str(caught.value.cause)

@@ -8,10 +8,7 @@ import pytest
 from cloudckpt.checkpoint.commit import _elsewhere
 from cloudckpt.checkpoint.objects import WrittenObject, look_for
 from cloudckpt.config import Config, RetryPolicy
-from cloudckpt.errors import (
-    AccessDeniedError,
-    DifferentCheckpointsError,
-)
+from cloudckpt.errors import AccessDeniedError, DifferentCheckpointsError
 from cloudckpt.uri import CheckpointURI
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore

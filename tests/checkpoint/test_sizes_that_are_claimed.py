@@ -83,9 +83,14 @@ def sealed(line: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"size": 1 << 62}, {"size": float("inf")}, {"block_size": 0}, None], ids=str
+    "changes",
+    [
+        *({"size": 1 << 62}, {"size": float("inf")}, {"size": -4}, {"block_size": 0}),
+        *({"blocks": "?!"}, {"checksum": "1"}, {"version": 2}, {"object": "../b"}, None),
+    ],
+    ids=str,
 )
-def test_a_record_of_a_file_with_senseless_sizes_is_refused(changes):
+def test_a_record_of_a_file_that_makes_no_sense_is_refused(changes):
     good = record_bytes(StoredFile(key="a", size=0, blocks=Blocks(CRC32C, 4, ())))
     assert read_record(good, "file:///x").size == 0
     described = json.loads(good[:-9])

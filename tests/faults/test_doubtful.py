@@ -6,11 +6,7 @@ from urllib.parse import unquote
 import pytest
 
 import cloudckpt
-from cloudckpt.errors import (
-    CommitUnknownError,
-    ConnectionLostError,
-    PreconditionFailedError,
-)
+from cloudckpt.errors import CommitUnknownError, ConnectionLostError, PreconditionFailedError
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from support.emulators import free_port

@@ -19,6 +19,7 @@ from cloudckpt.errors import (
     ConnectionLostError,
     IncompleteSaveError,
 )
+from cloudckpt.integrations.torch_checkpointing import manifest
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders, is_tensor_memory
 from cloudckpt.runs.sweeping import find_leftovers, sweep
 from cloudckpt.uri import CheckpointURI
@@ -291,9 +292,14 @@ def put(store, key: str, data: bytes) -> None:
     store.put(key, [memoryview(data)], checksum=store.capabilities.checksum.of(data))
 
 
-def test_slices_are_those_of_the_file(store) -> None:
+@pytest.mark.parametrize("most", [1024, 3, 2])
+def test_slices_are_those_of_the_file(store, monkeypatch, most) -> None:
+    """Also of one that has so many blocks that they are joined."""
+    monkeypatch.setattr(manifest, "_MOST_BLOCKS", most)
     save(folders(store), "run/step-7", 7)
     data = contents(7)["model_0.pt"]
+    blocks = folders(store).existing("run/step-7/model_0.pt").blocks.checksums
+    assert len(blocks) == {1024: 6, 3: 3, 2: 2}[most]
     file = folders(store).opened("run/step-7/model_0.pt")
     assert isinstance(file, io.RawIOBase)
     for start, size in ((0, 1), (2**20 - 1, 2), (2_000_000, 1_000_000), (len(data) - 3, 10)):

@@ -6,12 +6,7 @@ import threading
 import pytest
 
 from cloudckpt import RetryPolicy
-from cloudckpt.errors import (
-    AccessDeniedError,
-    ConnectionLostError,
-    ServerError,
-    ThrottledError,
-)
+from cloudckpt.errors import AccessDeniedError, ConnectionLostError, ServerError, ThrottledError
 from cloudckpt.transfer.deleting import delete_each, delete_quietly
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore

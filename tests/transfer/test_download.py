@@ -16,11 +16,7 @@ from hypothesis import strategies as st
 
 from cloudckpt.checksum import CRC32C, Blocks
 from cloudckpt.config import MIB, Config, RetryPolicy
-from cloudckpt.errors import (
-    CheckpointCorruptError,
-    ConnectionLostError,
-    ThrottledError,
-)
+from cloudckpt.errors import CheckpointCorruptError, ConnectionLostError, ThrottledError
 from cloudckpt.transfer import download as downloads
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, TensorSink, Wanted

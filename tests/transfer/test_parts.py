@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cloudckpt.checksum import ALGORITHMS, CRC32C, BlockChecksums
 from cloudckpt.config import MIB
 from cloudckpt.stores.capabilities import Capabilities
-from cloudckpt.transfer.parts import PartCutter, Piece, choose_part_size
+from cloudckpt.transfer.parts import PartCutter, Piece, choose_part_size, even_share
 from transfer.props import cut
 
 S3 = Capabilities(
@@ -118,6 +118,12 @@ def test_bytes_that_are_still_on_their_way_are_waited_for():
 
 
 # part sizes
+
+
+def test_requests_grow_with_what_each_connection_sends():
+    shares = [even_share(gib << 30, 16) // MIB for gib in (0, 2, 3, 64)]
+    assert shares == [16, 32, 48, 64]
+
 
 CONNECTIONS = st.integers(1, 512)
 
