@@ -89,7 +89,7 @@ def test_names_are_mapped_and_left_out(local) -> None:
         export(key_mapping=lambda name: None)
 
 
-def test_stacked_experts_are_neither_split_nor_stacked_without_a_word(local) -> None:
+def test_stacked_experts_are_not_split_without_a_word(local) -> None:
     stack = {"experts.weight": numbered(8, 3, 2)}
     cloudckpt.save(stack, checkpoint_id=local.at("stack").uri, config=local.config)
     with pytest.raises(ConfigError, match="stack of experts") as caught:
@@ -100,15 +100,6 @@ def test_stacked_experts_are_neither_split_nor_stacked_without_a_word(local) -> 
             config=local.config,
         )
     assert caught.value.item == "experts.weight"
-    single = {f"experts.{n}.weight": numbered(3, 2) for n in range(8)}
-    cloudckpt.hf.save(single, local.at("single").uri, config=local.config)
-    with pytest.raises(KeyCollisionError, match=r"experts\.1\.weight"):
-        cloudckpt.hf.load(
-            stack,
-            local.at("single").uri,
-            key_mapping=lambda name: "experts.weight",
-            config=local.config,
-        )
 
 
 @pytest.mark.parametrize("at", [0, -1], ids=["what is read", "what is copied"])
@@ -149,15 +140,6 @@ def test_parts_are_large_enough_and_make_up_the_file(header, sizes, most) -> Non
     for part in whole[:-1]:
         assert sum(len(one) if isinstance(one, bytes) else one.nbytes for one in part) >= 10
     assert all(part.start % 4 == 0 for part in parts if isinstance(part, Range))
-
-
-def test_of_16_tensors_of_64_mib_less_than_2_percent_are_sent_again() -> None:
-    nbytes = 64 * MIB
-    stored = [_stored(n, nbytes, MIB) for n in range(16)]
-    parts = cut(b"h" * 4096, stored, least=5 * MIB, most=256 * MIB)
-    ours = [one for part in parts if isinstance(part, list) for one in part]
-    sent = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in ours)
-    assert sent <= 0.02 * 16 * nbytes
 
 
 def test_a_model_becomes_a_checkpoint(local) -> None:

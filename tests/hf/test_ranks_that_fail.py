@@ -64,10 +64,6 @@ class _OutOfMemory:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return torch.zeros(*args, **options)
 
-    @staticmethod
-    def full(*args, **options):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
 
 def _interrupt(*_):
     raise KeyboardInterrupt

@@ -168,7 +168,6 @@ def test_a_file_appears_when_it_is_closed(files, run):
         assert not files.exists(path)
     with files.open(path) as file:
         assert file.read() == b"{}\n"
-    assert files.cat_file(path, start=1, end=2) == b"}"
     with pytest.raises(FileExistsError):
         files.pipe_file(path, b"other", mode="create")
     assert files.cat(path) == b"{}\n"
@@ -190,32 +189,11 @@ def test_files_and_folders_tell_when_they_were_written(files, run):
         files.modified(f"{run}/nothing")
 
 
-def test_a_file_whose_writing_fails_does_not_appear(files, run):
-    def fail():
-        with files.open(f"{run}/broken", "wb") as file:
-            file.write(b"half")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    dropped = files.open(f"{run}/broken", "wb")
-    dropped.write(b"half")
-    del dropped
-    assert not files.exists(f"{run}/broken")
-
-
 def test_modes_that_no_store_has_are_refused(files, run):
     with pytest.raises(NotImplementedError, match="ab"):
         files.open(f"{run}/notes.txt", "ab")
     with files.transaction, pytest.raises(NotImplementedError, match="transaction"):
         files.open(f"{run}/notes.txt", "wb")
-
-
-def test_install_serves_the_schemes_that_no_package_serves(without_packages, run, s3):
-    cloudckpt.install(s3.config)
-    found, path = fsspec.core.url_to_fs(run)
-    assert isinstance(found, S3FileSystem)
-    assert len(found.ls(path)) == 3
 
 
 def test_what_somebody_else_serves_is_left_to_them(without_packages, monkeypatch):
@@ -236,10 +214,10 @@ def test_options_of_install_hold_until_uninstall_for_all_file_systems(without_pa
         s3=S3Options(endpoint_url="http://127.0.0.1:1"),
     )
     cloudckpt.install(nobody)
-    found = fsspec.filesystem("s3")
+    found, path = fsspec.core.url_to_fs(run)
     with pytest.raises(cloudckpt.errors.StoreError):
-        found.exists(run)
+        found.exists(path)
     cloudckpt.install(s3.config)
-    assert found.exists(run)
+    assert len(found.ls(path)) == 3
     cloudckpt.uninstall()
     assert (found._config, chosen_config()) == (Config(), None)
