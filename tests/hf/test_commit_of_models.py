@@ -339,6 +339,25 @@ def test_what_comes_after_a_save_has_begun_is_not_replaced(world, before, ours, 
     assert here.seen() == 3
 
 
+@pytest.mark.parametrize("theirs", ["one file", "two files", "gone"])
+def test_a_single_file_replaces_only_the_one_that_was_there(world, theirs: str) -> None:
+    here, met = world(), []
+    here.save(1, "one file")
+
+    def meanwhile(request: str) -> None:
+        if request.startswith("complete_upload") and not met:
+            met.append(request)
+            if theirs != "gone":
+                here.save(3, theirs)
+            else:  # S3 then says that the key does not exist
+                here.plain.delete(f"model/{SINGLE_FILE}")
+                raise ObjectNotFoundError("no such key", uri=here.uri, certain=True)
+
+    with pytest.raises(CheckpointConflictError):
+        here.save(2, "one file", meanwhile)
+    assert here.seen() == (None if theirs == "gone" else 3)
+
+
 @pytest.mark.parametrize(("shape", "last", "files"), [("one file", "complete_upload", 1),
                                                        ("two files", "put", 2)])  # fmt: skip
 def test_a_commit_that_nobody_answers_is_unknown_and_nothing_is_deleted(

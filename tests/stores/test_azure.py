@@ -415,6 +415,15 @@ def test_an_abort_deletes_only_what_is_nobody_elses(store, server, case):
     assert query_of(server.requests[0])["blocklisttype"] == "uncommitted"
 
 
+@pytest.mark.parametrize("version", ["", '"old"'])
+def test_an_upload_is_completed_on_its_condition(store, server, version):
+    server.answer(**CREATED)
+    store.complete_upload(UPLOAD, [], if_version=version)
+    headers = server.requests[0].headers
+    sent = (headers["If-None-Match"], headers["If-Match"])
+    assert sent == ((None, version) if version else ("*", None))
+
+
 def test_the_last_abort_of_several_deletes_the_blocks_of_all(store, server):
     uploads = [store.create_upload("run/object", 1024) for _ in range(2)]
     left = blocks(*(f"{upload.id}00001" for upload in uploads))

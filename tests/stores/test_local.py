@@ -16,6 +16,7 @@ from cloudckpt.errors import (
     CommitUnknownError,
     ConnectionLostError,
     InvalidRequestError,
+    PreconditionFailedError,
     StorageFullError,
     StoreError,
 )
@@ -361,13 +362,23 @@ def test_an_unfinished_file_that_was_swapped_is_not_written_to(store, tmp_path, 
     swap(upload, how, victim)
     calls = {
         "put_part": lambda: store.put_part(upload, 2, [memoryview(b"more")], checksum=0),
-        "complete_upload": lambda: store.complete_upload(upload, [part], if_absent=True),
+        "complete_upload": lambda: store.complete_upload(upload, [part], if_version=""),
     }
     with pytest.raises(InvalidRequestError, match="replaced by another user") as caught:
         calls[verb]()
     assert caught.value.uri == key.as_uri()
     assert victim.read_bytes() == b"of somebody else"
     assert not key.exists()
+
+
+@pytest.mark.parametrize("version", ["", "another"])
+def test_an_upload_replaces_only_the_version_that_it_is_given(store, tmp_path, version):
+    old = put(store, tmp_path / "object", b"old")
+    upload = store.create_upload(str(tmp_path / "object"), 4)
+    with pytest.raises(PreconditionFailedError):
+        store.complete_upload(upload, [], if_version=version)
+    assert (tmp_path / "object").read_bytes() == b"old"
+    assert store.complete_upload(upload, [], if_version=old.version).size == 0
 
 
 @pytest.mark.parametrize("conditions", [{"if_absent": True}, {}])

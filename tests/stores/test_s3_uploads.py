@@ -125,7 +125,7 @@ def test_the_checksum_of_another_object_is_computed(open_s3, server, checksum, t
 # what only AWS promises
 
 
-def test_aws_creates_and_never_replaces_where_that_is_asked_for(
+def test_aws_creates_or_replaces_one_version_where_that_is_asked_for(
     open_s3, server, uploads, monkeypatch
 ):
     """A policy may demand it: https://docs.aws.amazon.com/AmazonS3/latest/userguide/
@@ -135,9 +135,13 @@ def test_aws_creates_and_never_replaces_where_that_is_asked_for(
     assert store.capabilities.create_only
     put(store, KEY, b"data", if_absent=True)
     upload = store.create_upload(KEY, 5 * MIB)
-    store.complete_upload(upload, [put_part(store, upload, 1, b"data")], if_absent=True)
-    conditions = [request.headers["If-None-Match"] for request in server.requests]
-    assert conditions == ["*", None, None, "*"]
+    part = put_part(store, upload, 1, b"data")
+    for version in ("", '"old"'):
+        store.complete_upload(upload, [part], if_version=version)
+    names = ("If-None-Match", "If-Match")
+    conditions = [tuple(map(request.headers.get, names)) for request in server.requests]
+    none = (None, None)
+    assert conditions == [("*", None), none, none, ("*", None), (None, '"old"')]
 
 
 # which bucket

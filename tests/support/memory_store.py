@@ -94,7 +94,7 @@ class MemoryStore(ObjectStore):
             self._parts(upload)[number] = data
         return Part(number, len(data), str(number), checksum)
 
-    def complete_upload(self, upload, parts, *, if_absent=False):
+    def complete_upload(self, upload, parts, *, if_version=None):
         with self._bucket.lock:
             held = self._parts(upload)
             data = b"".join(held[part.number] for part in parts)
@@ -105,7 +105,8 @@ class MemoryStore(ObjectStore):
                 [memoryview(data)],
                 checksum=0,
                 attempt=upload.attempt,
-                if_absent=if_absent,
+                if_absent=if_version == "",
+                if_version=if_version or None,
             )
             del self._bucket.uploads[upload.id]
         return info

@@ -13,10 +13,10 @@ replaced by a text that is not an index. From now on readers see no model.
 
 A model of one file needs no index. If the folder has other files of a model, steps 1 and 2 are
 done, and the claim is deleted; then the upload of the file is completed, which replaces an old file
-at once. A save of one file and a save of several files each check for the other's model before or
-after their last step: at least one of them sees the other, and fails. Two saves that replace the
-same file may both succeed, one after the other: stores can complete an upload only on the condition
-that no object exists, not that an object is unchanged.
+at once, on the condition that it has not changed. A save of one file and a save of several files
+each check for the other's model before or after their last step: at least one of them sees the
+other, and fails. Some stores ignore conditions when an upload is completed. There two saves of the
+same single file may both succeed, one after the other.
 
 This handles the following cases, where A and B are two jobs, or a process that was thought dead and
 its replacement:
@@ -153,8 +153,6 @@ class ModelCommit:
                 TaskGroup(1),
                 self._retrier,
                 TransferStats(),
-                # an old file of a model of one file is replaced, and not deleted before
-                create_only=self._conditional and (self._has_index or file.name not in self._older),
             )
             for file, size in zip(self._files, part_sizes, strict=True)
         ]
@@ -224,7 +222,10 @@ class ModelCommit:
         is_new = not self._older
         self._retire_old_model()
         assert self._claim is not None
-        self._each([*zip(self._begun, parts, strict=True)], lambda one: one[0].appear(one[1]))
+        absent = "" if self._conditional else None
+        self._each(
+            [*zip(self._begun, parts, strict=True)], lambda one: one[0].appear(one[1], absent)
+        )
         if not is_new:
             # for stores that ignore conditions of deletions and uploads
             self._each(self._begun, lambda one: self._expect(one.key, one.info))
@@ -248,9 +249,10 @@ class ModelCommit:
             self._delete([self._claim])
         (only,) = self._begun
         self._expect(only.key, old)  # not all stores complete uploads on conditions
+        version = "" if old is None else old.version
         self._may_be_visible = True
         try:
-            only.appear(parts)
+            only.appear(parts, version if self._conditional else None)
             self._expect(self._uri.key(INDEX), None)
         except StoreError as error:
             refused = isinstance(error, PreconditionFailedError)
@@ -258,6 +260,8 @@ class ModelCommit:
                 refused = not only.is_doubtful and (refused or error.certain)
                 self._may_be_visible = not refused
             if refused:
+                if isinstance(error, ObjectNotFoundError):
+                    self._expect(only.key, old)  # the file to replace may be what is not found
                 raise
             raise CommitUnknownError(
                 "it is unknown whether the model was saved: the store did not confirm that it "

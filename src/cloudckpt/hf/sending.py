@@ -253,14 +253,18 @@ class FileUpload(NamedUpload):
         """The parts that this process has sent or had copied."""
         return self._sent
 
-    def appear(self, parts: Sequence[Part]) -> None:
+    def appear(self, parts: Sequence[Part], if_version: str | None) -> None:
         """Creates the object from the parts that all ranks have sent.
 
+        Args:
+            parts: The parts.
+            if_version: The version to replace; "" if the key must not exist, None for any.
+
         Raises:
-            PreconditionFailedError: If the object exists, and must not be replaced.
+            PreconditionFailedError: If the key has another version.
             StoreError: If the object was not created; if ``is_doubtful``, it still may be.
         """
-        self._sent = list(parts)
+        self._sent, self._condition = list(parts), if_version
         self.position = sum(part.size for part in parts)
         self._complete()
 

@@ -258,11 +258,12 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def complete_upload(
-        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+        self, upload: Upload, parts: Sequence[Part], *, if_version: str | None = None
     ) -> ObjectInfo:
         """Makes the object visible, from all its parts in order, and returns its description.
 
-        `if_absent` is as in `put`, except that Google Cloud Storage ignores it.
+        `if_version` is as in `put`, with "" for a key that must not exist. Google Cloud Storage,
+        and some stores that speak S3, ignore it.
         """
 
     def copies_from(self, source: ObjectStore) -> bool:

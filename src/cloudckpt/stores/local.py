@@ -90,7 +90,7 @@ class LocalStore(ObjectStore):
         upload, file = self._begin(key, 1)
         try:
             self._write(key, file, 0, body, progress)
-            return self._publish(upload, file, if_absent=if_absent, if_version=if_version)
+            return self._publish(upload, file, "" if if_absent else if_version)
         except BaseException:
             with contextlib.suppress(StoreError):
                 self.abort_upload(upload)
@@ -172,11 +172,11 @@ class LocalStore(ObjectStore):
         return Part(number, size, str(number), checksum)
 
     def complete_upload(
-        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+        self, upload: Upload, parts: Sequence[Part], *, if_version: str | None = None
     ) -> ObjectInfo:
         with self._unfinished(upload) as file:
             os.ftruncate(file, sum(part.size for part in parts))  # a retried part may be shorter
-            return self._publish(upload, file, if_absent=if_absent)
+            return self._publish(upload, file, if_version)
 
     def abort_upload(self, upload: Upload) -> None:
         with self._errors(upload.key):
@@ -331,15 +331,14 @@ class LocalStore(ObjectStore):
                     progress(count)
         return written
 
-    def _publish(
-        self, upload: Upload, file: int, *, if_absent: bool = False, if_version: str | None = None
-    ) -> ObjectInfo:
-        key, is_published = upload.key, False
+    def _publish(self, upload: Upload, file: int, if_version: str | None) -> ObjectInfo:
+        """Makes an unfinished file appear; ``if_version`` is as in :meth:`complete_upload`."""
+        key, is_published, if_absent = upload.key, False, if_version == ""
         with self._errors(key):
             os.fsync(file)
             try:
                 with locked(Path(key).parent):
-                    if if_version is not None and self._version(key) != if_version:
+                    if if_version and self._version(key) != if_version:
                         raise PreconditionFailedError(
                             "the file was replaced after its version was read",
                             uri=self.uri(key),

@@ -229,7 +229,7 @@ class ObjectCopy(ObjectUpload):
         attempt = random_suffix()
         self.info = self._retrier.call(
             lambda: self._store.copy(
-                source, info, self.key, attempt=attempt, if_absent=self._create_only
+                source, info, self.key, attempt=attempt, if_absent=self._condition == ""
             ),
             made=lambda error: self._look(attempt, info.checksum),
         )

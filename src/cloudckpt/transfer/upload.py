@@ -97,7 +97,7 @@ class ObjectUpload:
         # held back until a second part shows that one PUT is not enough
         self._first: PartPlan | None = None
         self._upload: Upload | None = None
-        self._create_only = create_only
+        self._condition = "" if create_only else None  # see ObjectStore.complete_upload
         self._may_have_twin = False
         self._lock = threading.Lock()
         self._sent: list[Part] = []
@@ -254,7 +254,7 @@ class ObjectUpload:
                 body,
                 checksum=checksum,
                 attempt=attempt,
-                if_absent=self._create_only,
+                if_absent=self._condition == "",
                 progress=self._progress,
             ),
             lambda error: self._look(attempt, checksum),
@@ -309,7 +309,7 @@ class ObjectUpload:
             return info
 
         self.info = self._retrier.call(
-            lambda: self._store.complete_upload(upload, parts, if_absent=self._create_only),
+            lambda: self._store.complete_upload(upload, parts, if_version=self._condition),
             made=made,
         )
         self._whole = checksum

@@ -127,7 +127,7 @@ class AzureStore(RestStore):
             return Part(number, sum(map(len, body)), block, checksum)
 
     def complete_upload(
-        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+        self, upload: Upload, parts: Sequence[Part], *, if_version: str | None = None
     ) -> ObjectInfo:
         self._check_open(upload)
         root = ElementTree.Element("BlockList")
@@ -137,8 +137,8 @@ class AzureStore(RestStore):
         checksum = self._checksum(CRC64NVME.of(body[0]))
         headers = {"Content-Type": "application/xml", **self._blob_headers, **checksum}
         headers |= self.attempt_header(upload.attempt)
-        if if_absent:
-            headers["If-None-Match"] = "*"
+        is_new = {"If-None-Match": "*"} if if_version == "" else {}
+        headers |= {"If-Match": if_version} if if_version else is_new
         url = self.object_url(upload.key, {"comp": "blocklist"})
         size = sum(part.size for part in parts)
         with self.exchange("PUT", url, headers, body, key=upload.key, is_long=True) as reply:

@@ -139,7 +139,7 @@ class GCSStore(XmlStore):
         return {"x-goog-hash": f"crc32c={to_base64(crc32c)}"} if self._checksums else {}
 
     def complete_upload(
-        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+        self, upload: Upload, parts: Sequence[Part], *, if_version: str | None = None
     ) -> ObjectInfo:
         size = sum(part.size for part in parts)
         whole = whole_checksum(parts, CRC32C)

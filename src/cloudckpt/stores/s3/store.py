@@ -133,10 +133,10 @@ class S3Store(XmlStore):
         return {**self._object_headers, **self.part_headers(checksum)}
 
     def complete_upload(
-        self, upload: Upload, parts: Sequence[Part], *, if_absent: bool = False
+        self, upload: Upload, parts: Sequence[Part], *, if_version: str | None = None
     ) -> ObjectInfo:
-        condition = {"If-None-Match": "*"} if if_absent else {}
-        tag, _ = self._completed(upload, parts, condition)
+        condition = {"If-Match": if_version} if if_version else {"If-None-Match": "*"}
+        tag, _ = self._completed(upload, parts, {} if if_version is None else condition)
         self._sends_versions = True  # with each part; a first completion of Ceph's may lack it
         size = sum(part.size for part in parts)
         return ObjectInfo(upload.key, size, self.tag_of(tag, upload.key))
