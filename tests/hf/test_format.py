@@ -29,6 +29,7 @@ from cloudckpt.hf.safetensors import (
     plan_files,
 )
 from cloudckpt.hf.sending import plan_work
+from cloudckpt.stores.base import ObjectInfo
 from support.memory_store import MemoryStore
 
 _TYPES = [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64]
@@ -47,9 +48,13 @@ def _entry(**changes):
     return {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]} | changes
 
 
+def _file(size: int) -> ObjectInfo:
+    return ObjectInfo("model.safetensors", size, "1")
+
+
 def _parsed(document, data: int = 24):
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
-    return parse_header(text, 8 + len(text) + data, "file:///model")
+    return parse_header(text, _file(8 + len(text) + data), "file:///model")
 
 
 @given(
@@ -68,8 +73,8 @@ def test_what_is_written_is_read_again(tensors) -> None:
     assert len(header) % 64 == 0
     size = len(header) + sum(plan.nbytes for plan in plans)
     assert header_length(header, size, "") == len(header) - 8
-    found = parse_header(header[8:], size, "")
-    assert {(each.name, each.shape, each.dtype) for each in found.values()} == {
+    found = parse_header(header[8:], _file(size), "")
+    assert {(each.elements.item, each.shape, each.dtype) for each in found.values()} == {
         (plan.name, plan.shape, plan.dtype) for plan in plans
     }
 
@@ -77,7 +82,7 @@ def test_what_is_written_is_read_again(tensors) -> None:
 @given(st.binary(max_size=300))
 def test_no_bytes_raise_anything_but_an_error_with_a_name(data: bytes) -> None:
     with pytest.raises(CloudCheckpointError):
-        parse_header(data, 8 + len(data) + 1, "")  # one byte that belongs to no tensor
+        parse_header(data, _file(8 + len(data) + 1), "")  # one byte that belongs to no tensor
 
 
 _JSON = st.recursive(

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import cloudckpt.hf
+from cloudckpt.checkpoint.objects import natural_order
 from cloudckpt.errors import KeyCollisionError, UnsupportedTensorError
-from cloudckpt.hf.safetensors import natural
 from dcp.values import assert_same, numbered
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -104,7 +104,7 @@ def test_what_chance_draws_is_read_by_the_package_and_loaded(places) -> None:
 
 
 def _written_once(state) -> dict[str, torch.Tensor]:
-    names = sorted(state, key=natural)  # of the tied names the first one is in the files
+    names = sorted(state, key=natural_order)  # of the tied names the first one is in the files
     return {
         name: state[name]
         for at, name in enumerate(names)

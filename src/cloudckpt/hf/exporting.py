@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from cloudckpt.api import ToLoad, load_prepared
 from cloudckpt.checkpoint.archives import StoredTensor
+from cloudckpt.checkpoint.objects import natural_order
 from cloudckpt.config import MIB, Config, config_or_default
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.dcp.reader import CloudStorageReader, KeyMapping
@@ -36,7 +37,6 @@ from cloudckpt.hf.safetensors import (
     FilePlan,
     TensorPlan,
     bytes_of_size,
-    natural,
     plan_files,
 )
 from cloudckpt.hf.sending import FileUpload, least_part, plan_work, send_work
@@ -198,7 +198,7 @@ class _Source:
                 uri=str(uri),
             )
         self.tensors: list[TensorPlan] = []
-        for number, name in enumerate(sorted(self.names, key=natural)):
+        for number, name in enumerate(sorted(self.names, key=natural_order)):
             entry = entries[self.names[name]]
             stored_dtype, box = entry.properties.dtype, tuple((0, size) for size in entry.size)
             if dtype is not None and stored_dtype.is_floating_point:

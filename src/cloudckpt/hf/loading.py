@@ -37,7 +37,6 @@ from cloudckpt.hf.safetensors import (
     MOST_INDEX_BYTES,
     SINGLE_FILE,
     SUFFIX,
-    TensorEntry,
     header_length,
     is_claim,
     parse_header,
@@ -227,12 +226,10 @@ class ModelFolder:
         return _ModelPlaces(self)
 
 
-_File = tuple[ObjectInfo, dict[str, TensorEntry]]
-"""A file of a model, and the tensors that its header lists, by name."""
+def _read_file(store: ObjectStore, retrier: Retrier, key: str) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file by name; reads its header, usually in one request.
 
-
-def _read_file(store: ObjectStore, retrier: Retrier, key: str) -> _File:
-    """Reads the header of a file, all from one version of it, usually in one request.
+    All bytes are read from one version of the file.
 
     Raises:
         CheckpointCorruptError: If the file does not exist, was replaced, or is damaged.
@@ -257,33 +254,29 @@ def _read_file(store: ObjectStore, retrier: Retrier, key: str) -> _File:
     data = first(_FIRST_READ)
     end = LENGTH_BYTES + header_length(data[:LENGTH_BYTES], info.size, uri)
     data = data if end <= len(data) else first(end)
-    return info, parse_header(data[LENGTH_BYTES:end], info.size, uri)
+    return parse_header(data[LENGTH_BYTES:end], info, uri)
 
 
 def _tensors(
-    uri: CheckpointURI, files: Sequence[_File], names: dict[str, str]
+    uri: CheckpointURI, files: Sequence[dict[str, StoredTensor]], names: dict[str, str]
 ) -> dict[str, StoredTensor]:
     """Returns the tensors of a model by name.
 
     Args:
         uri: The location of the model.
-        files: The files of the model.
+        files: The tensors of each file, by name.
         names: The file of each name, as the index says; empty if there is no index.
 
     Raises:
         CheckpointCorruptError: If a file lacks a tensor that the index says it has.
     """
     tensors: dict[str, StoredTensor] = {}
-    for info, entries in files:
-        for name, one in entries.items():
-            where = names.get(name) or names.get(one.name, "")  # the index may lack tied names
-            if names and uri.key(where) != info.key:
-                continue
-            nbytes = one.stop - one.start
-            stored = StoredBytes(
-                info.key, one.start, nbytes, None, info.size, one.name, info.version
-            )
-            tensors[name] = StoredTensor(stored, one.dtype, one.shape)
+    for file in files:
+        for name, tensor in file.items():
+            # the index may lack tied names
+            key = uri.key(names.get(name) or names.get(tensor.elements.item, ""))
+            if not names or key == tensor.elements.key:
+                tensors[name] = tensor
     if missing := names.keys() - tensors.keys():
         first = min(missing)
         raise CheckpointCorruptError(

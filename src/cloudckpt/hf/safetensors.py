@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
+from cloudckpt.checkpoint.archives import StoredTensor
 from cloudckpt.checkpoint.objects import checked
 from cloudckpt.config import whole_number
 from cloudckpt.errors import CheckpointCorruptError, ConfigError, UnsupportedTensorError
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned
+from cloudckpt.transfer.landing import StoredBytes
 
 __all__ = [
     "INDEX",
@@ -30,7 +33,6 @@ __all__ = [
     "SUFFIX",
     "Chunk",
     "FilePlan",
-    "TensorEntry",
     "TensorPlan",
     "bytes_of_size",
     "claim_bytes",
@@ -38,7 +40,6 @@ __all__ = [
     "header_length",
     "index_bytes",
     "is_claim",
-    "natural",
     "parse_header",
     "parse_index",
     "plan_files",
@@ -138,25 +139,6 @@ class FilePlan:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor in a safetensors file.
-
-    Attributes:
-        name: The tensor's name.
-        dtype: Element type.
-        shape: The tensor's shape.
-        start: The offset in the file of its first byte.
-        stop: The offset in the file just after its last byte.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
 def bytes_of_size(size: int | str) -> int:
     """Converts a size such as ``"5GB"`` to bytes; GB are 10**9, as in transformers, GiB 2**30.
 
@@ -229,14 +211,6 @@ def _file(name: str, tensors: Sequence[TensorPlan]) -> FilePlan:
     header = header_bytes(ordered)
     size = len(header) + sum(tensor.nbytes for tensor in ordered)
     return FilePlan(name, header, ordered, size)
-
-
-def natural(name: str) -> list[tuple[bool, int, str]]:
-    """Returns a sort key that orders names by the numbers in them: layer 2 before layer 10."""
-    parts = re.split(r"(\d+)", name)
-    return [
-        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part
-    ]
 
 
 def type_name(dtype: torch.dtype, fqn: str) -> str:
@@ -320,9 +294,14 @@ def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) ->
 
 
 def parse_header(
-    text: bytes | bytearray | memoryview, size: int, uri: str
-) -> dict[str, TensorEntry]:
-    """Returns the tensors of a file of ``size`` bytes by name; a tensor may have several names.
+    text: bytes | bytearray | memoryview, file: ObjectInfo, uri: str
+) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file by name; a tensor may have several names.
+
+    Args:
+        text: The header, without the eight bytes of its length.
+        file: The file.
+        uri: The URI of the file, for messages.
 
     Raises:
         CheckpointCorruptError: If the header violates the format: a tensor is outside of the file,
@@ -336,22 +315,23 @@ def parse_header(
         metadata = {} if metadata is None else metadata  # null, too, means no metadata
         _expect(_is_texts(metadata), "__metadata__ does not map strings to strings")
         end = LENGTH_BYTES + len(text)
-        entries = [_entry(name, entry, end, size, uri) for name, entry in document.items()]
-        for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
-            _expect(
-                entry.start == end, f"{entry.name} does not begin where the previous tensor ends"
-            )
-            end = entry.stop
-        _expect(end == size, f"the tensors end at byte {end}, and the file at byte {size}")
+        tensors = {name: _tensor(name, entry, end, file, uri) for name, entry in document.items()}
+        ranges = [tensor.elements for tensor in tensors.values()]
+        for one in sorted(ranges, key=lambda one: (one.offset, one.nbytes)):
+            _expect(one.offset == end, f"{one.item} does not begin where the previous tensor ends")
+            end += one.nbytes
+        _expect(
+            end == file.size, f"the tensors end at byte {end}, and the file at byte {file.size}"
+        )
     except ValueError as exc:
         raise CheckpointCorruptError(
             f"the header of the safetensors file is invalid: {exc}. Download or save the file "
             "again",
             uri=uri,
         ) from exc
-    found = {entry.name: entry for entry in entries}
     aliases = metadata.keys() - {_FORMAT}
-    return {alias: found[metadata[alias]] for alias in aliases if metadata[alias] in found} | found
+    names = {alias: metadata[alias] for alias in aliases if metadata[alias] in tensors}
+    return {alias: tensors[name] for alias, name in names.items()} | tensors
 
 
 def index_bytes(files: Sequence[FilePlan], save_id: str) -> bytes:
@@ -425,7 +405,8 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
 
 
-def _entry(name: str, entry: Any, first: int, size: int, uri: str) -> TensorEntry:
+def _tensor(name: str, entry: Any, first: int, file: ObjectInfo, uri: str) -> StoredTensor:
+    """Parses the entry of a tensor; ``first`` is the offset of the first byte after the header."""
     try:
         dtype_name, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]
@@ -435,7 +416,7 @@ def _entry(name: str, entry: Any, first: int, size: int, uri: str) -> TensorEntr
     except (KeyError, TypeError, ValueError):
         is_valid = False
     _expect(is_valid, f"{name} is not described by dtype, shape and data_offsets")
-    _expect(start <= stop <= size - first, f"{name} lies outside of the file")
+    _expect(start <= stop <= file.size - first, f"{name} lies outside of the file")
     if not isinstance(dtype_name, str) or dtype_name not in _TYPES:
         raise UnsupportedTensorError(
             f"{name} has the unknown element type {dtype_name!r}: read the file with another "
@@ -449,4 +430,5 @@ def _entry(name: str, entry: Any, first: int, size: int, uri: str) -> TensorEntr
         strides * dtype.itemsize < 1 << 63 and math.prod(shape) * dtype.itemsize == stop - start,
         f"the data_offsets of {name} do not fit its shape and dtype",
     )
-    return TensorEntry(name, dtype, tuple(shape), first + start, first + stop)
+    stored = StoredBytes(file.key, first + start, stop - start, None, file.size, name, file.version)
+    return StoredTensor(stored, dtype, tuple(shape))

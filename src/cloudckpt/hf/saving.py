@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from cloudckpt.api import ToSave, save_prepared
 from cloudckpt.checkpoint.baseline import Beginning, refuse_run
+from cloudckpt.checkpoint.objects import natural_order
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.failures import portable_errors
@@ -32,7 +33,6 @@ from cloudckpt.hf.safetensors import (
     Chunk,
     TensorPlan,
     bytes_of_size,
-    natural,
     plan_files,
     type_name,
 )
@@ -309,7 +309,8 @@ def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
             memory.setdefault(item.index.fqn, []).append((key, data.size, data.chunk.offsets))
     first: dict[tuple[Any, ...], str] = {}
     return {
-        name: first.setdefault(tuple(memory[name]), name) for name in sorted(memory, key=natural)
+        name: first.setdefault(tuple(memory[name]), name)
+        for name in sorted(memory, key=natural_order)
     }
 
 
@@ -368,7 +369,7 @@ def _tensors(
         aliases.setdefault(first, []).append(name)
     return [
         TensorPlan(name, *stored_as[name], chunks[name], aliases.get(name, ()))
-        for name in sorted(stored_as.keys() - ties.keys(), key=natural)
+        for name in sorted(stored_as.keys() - ties.keys(), key=natural_order)
     ]
 
 
