@@ -23,6 +23,7 @@ import random
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -235,9 +236,9 @@ def random_state() -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (device := _device()) is not None:
         state["device"] = device.get_rng_state()
-    if (numpy := _numpy()) is not None:
-        algorithm, keys, *rest = numpy.get_state()
-        state["numpy"] = (algorithm, torch.from_numpy(keys.astype("int64")), *rest)
+    of_numpy: Any = numpy.random.get_state()
+    algorithm, keys, *rest = of_numpy
+    state["numpy"] = (algorithm, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
 
@@ -247,9 +248,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "device" in state and (device := _device()) is not None:
         device.set_rng_state(state["device"])
-    if "numpy" in state and (numpy := _numpy()) is not None:
+    if "numpy" in state:
         algorithm, keys, *rest = state["numpy"]
-        numpy.set_state((algorithm, keys.numpy().astype("uint32"), *rest))
+        numpy.random.set_state((algorithm, keys.numpy().astype("uint32"), *rest))
 
 
 def entries_of_rank(state: Mapping[str, Any]) -> dict[str, PerRank[Any]]:
@@ -277,15 +278,6 @@ def _device() -> Any:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module = None if device is None else torch.get_device_module(device)
     return module if module is not None and module.is_initialized() else None
-
-
-def _numpy() -> Any:
-    """Returns ``numpy.random``; None if numpy is not installed."""
-    try:
-        import numpy
-    except ImportError:  # torch works without it
-        return None
-    return numpy.random
 
 
 # ---- files
