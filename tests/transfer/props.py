@@ -52,13 +52,13 @@ def transfer(kind, store, *given, produce, width=4, policy=AT_ONCE, **options):
     return made, stats.snapshot()
 
 
-def send(store, pieces, *, end=None, kind=ObjectUpload, **options):
+def send(store, pieces, *, kind=ObjectUpload, **options):
     """Uploads an object of these pieces in parts of a thousand bytes."""
 
     def produce(upload):
         for piece in pieces:
             upload.write(piece)
-        upload.close(end)
+        upload.close()
 
     return transfer(kind, store, KEY, PART, produce=produce, **options)
 

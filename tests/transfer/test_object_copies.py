@@ -42,15 +42,15 @@ def copy(source, found, target, *, part_size=PART, create_only=False):
         create_only=create_only,
     )
     assert sum(moved) == found.size
-    return made.info
+    return made
 
 
 @pytest.mark.parametrize("size", [0, PART, PART + 1, len(DATA)])
 def test_a_copy_is_made_in_parts_where_it_takes_several(source, target, size):
     found = put(source, "object", DATA[:size])
-    info = copy(source, found, target)
+    made = copy(source, found, target)
     assert bytes(target.get("copy")[0]) == DATA[:size]
-    assert (info.size, info.checksum) == (size, CRC32C.of(DATA[:size]))
+    assert (made.info.size, made.checksum) == (size, CRC32C.of(DATA[:size]))
     assert target.calls["copy_part"] == (0 if size <= PART else -(-size // PART))
     assert held(target.inner) == ["copy"]
 

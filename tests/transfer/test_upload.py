@@ -285,18 +285,6 @@ def test_few_threads_at_a_time_compute_checksums(store, monkeypatch):
     assert max(crowd.counts) <= 2
 
 
-def test_a_part_that_is_still_copied_does_not_keep_others_from_their_checksums(store):
-    arrived, in_time = threading.Event(), []
-
-    def wait():
-        in_time.append(arrived.wait(10))
-
-    slow = [Piece(memoryview(bytes(PART)), ready=wait) for _ in range(4)]
-    last = Piece(memoryview(bytes(PART)), ready=arrived.set)
-    send(store, [*slow, last, Piece(memoryview(b"end"))], width=8)
-    assert in_time == [True] * 4
-
-
 # what is known only when the checksums of all else are
 
 
@@ -319,12 +307,32 @@ def test_an_end_that_is_made_of_the_checksums_before_it_arrives(store, size, len
     data, sums = some_bytes(size), BlockChecksums(CRC32C, 1 << 20)
     made, end = index_of(data, length, sums)
     pieces = [Piece(memoryview(data)[at : at + 333], sums, start=at) for at in range(0, size, 333)]
-    upload, _ = send(store, pieces, width=width, end=end)
+    upload, _ = send(store, [*pieces, end], width=width)
     expected = data + bytes(length - 4) + (CRC32C.of(data) if data else 0).to_bytes(4, "little")
     assert bytes(store.inner.get(KEY)[0]) == expected
     assert (upload.position, upload.checksum) == (len(expected), CRC32C.of(expected))
     assert made
     assert held(store.inner) == [KEY]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_end_waits_for_parts_that_are_still_copied_and_ends_if_one_fails(store, fails):
+    """And parts that are copied keep none from its checksum, however few may compute theirs."""
+    data, sums = some_bytes(4 * PART), BlockChecksums(CRC32C, 1 << 20)
+    made, end = index_of(data, 4, sums)
+    has_begun = threading.Event()
+    end.ready = has_begun.set
+
+    def arrive():
+        assert has_begun.wait(10)
+        if fails:
+            raise AccessDeniedError("the device is gone")
+
+    parts = [(at, memoryview(data)[at : at + PART]) for at in range(0, len(data), PART)]
+    pieces = [Piece(view, sums, at, ready=arrive) for at, view in parts]
+    with pytest.raises(AccessDeniedError) if fails else contextlib.nullcontext():
+        send(store, [*pieces, end], width=8)
+    assert (made, held(store.inner)) == (([], []) if fails else ([1], [KEY]))
 
 
 @pytest.mark.parametrize("call", [1, 3, 5])
@@ -334,5 +342,5 @@ def test_an_end_whose_parts_fail_leaves_nothing(store, call, width):
     _, end = index_of(data, 2500, sums)
     store.fail("put_part", AccessDeniedError, calls=[call])
     with pytest.raises(AccessDeniedError):
-        send(store, [Piece(memoryview(data), sums)], width=width, end=end)
+        send(store, [Piece(memoryview(data), sums), end], width=width)
     assert held(store.inner) == []

@@ -20,7 +20,7 @@ from cloudckpt.config import Config
 from cloudckpt.errors import TensorChangedError
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.stores.capabilities import Capabilities
-from cloudckpt.transfer.boxes import ALIGNMENT, aligned, padding
+from cloudckpt.transfer.boxes import ALIGNMENT, aligned
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.packing import Packer
@@ -43,8 +43,6 @@ __all__ = [
     "send",
     "sending_group",
 ]
-
-_ZEROS = bytes(ALIGNMENT)
 
 
 def sending_group(destination: Destination, store: ObjectStore) -> TaskGroup:
@@ -151,7 +149,7 @@ class _Object:
                 reuse=plan.way == "direct",
                 item=name,
             )
-            self._align()
+            self.upload.align()
             self.upload.write(Piece(memoryview(form.head)))
             for piece in self._buffers.pieces(plan.buffer, start, form.nbytes):
                 piece.checksums, piece.item = checksums, name
@@ -169,16 +167,13 @@ class _Object:
             if known and known[0] != found:
                 raise TensorChangedError.of(name)
 
-    def _align(self) -> None:
-        if gap := padding(self.upload.position):
-            self.upload.write(Piece(memoryview(_ZEROS)[:gap]))
-
     def end(self) -> None:
         """Writes the index after the last item."""
         self._packer.flush()
-        self._align()
+        self.upload.align()
         self._index = bytearray(index_size(self._sizes, self.upload.algorithm))
-        self.upload.close(Piece(memoryview(self._index), made=self._make_index))
+        self.upload.write(Piece(memoryview(self._index), made=self._make_index))
+        self.upload.close()
 
     def _make_index(self) -> None:
         # the index spans two parts, and the first of them has made it
@@ -197,6 +192,7 @@ class _Object:
 
     def written(self, destination: Destination) -> WrittenObject:
         """Returns the description of the object for the commit, once the store has it."""
+        assert self.upload.checksum is not None  # the object is complete
         return WrittenObject(
             destination.rank,
             self.number,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -169,8 +168,8 @@ def _is_correct(task: CopyTask, upload: ObjectUpload) -> bool:
     expected = source.checksum
     if task.algorithm == upload.algorithm and task.checksum is not None:
         expected = task.checksum
-    is_known = expected is not None and made.checksum is not None
-    return made.size == task.size and (expected == made.checksum or not is_known)
+    is_known = expected is not None and upload.checksum is not None
+    return made.size == task.size and (expected == upload.checksum or not is_known)
 
 
 def copies_within(source: ObjectStore, target: ObjectStore, size: int) -> bool:
@@ -184,8 +183,8 @@ class ObjectCopy(ObjectUpload):
 
     It works like an :class:`~cloudckpt.transfer.upload.ObjectUpload`: on the group's threads, with
     retries, whole or not at all; :meth:`start` replaces writing and closing. As the bytes do not
-    pass through this process, compare ``info.checksum``, if the store reported it, with the
-    source's to verify the copy. ``abandon`` deletes the key, so only this copy may write it.
+    pass through this process, compare ``checksum``, if the store reported it, with the source's to
+    verify the copy. ``abandon`` deletes the key, so only this copy may write it.
     """
 
     def start(self, source: ObjectStore, info: ObjectInfo, moved: Callable[[int], None]) -> None:
@@ -233,14 +232,9 @@ class ObjectCopy(ObjectUpload):
             ),
             made=lambda error: self._look(attempt, info.checksum),
         )
-        self._whole = self.info.checksum
+        self.checksum = self.info.checksum
         self._stats.add_requests(1)
         self._moved(info.size)
-
-    def _complete(self) -> None:
-        super()._complete()
-        assert self.info is not None
-        self.info = dataclasses.replace(self.info, checksum=self._whole)
 
 
 class _Comparison:

@@ -137,19 +137,16 @@ class TaskGroup:
         if self._pace is not None:
             self._pace.ended()
 
-    def submit(self, task: Callable[[], None], *, patient: bool = True) -> None:
-        """Queues a task.
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queues a task; tasks begin in the order in which they were submitted.
 
-        Args:
-            task: The task.
-            patient: Whether to wait while many tasks are queued. A task that submits another must
-                not: if all waited, no thread would be left to run any.
+        A task must not submit another: if all waited to do so, no thread would be left to run any.
 
         Raises:
             TransferCancelledError: If an earlier task has failed.
         """
         with self._changed:
-            while patient and len(self._tasks) >= self._most_waiting and self._error is None:
+            while len(self._tasks) >= self._most_waiting and self._error is None:
                 self._changed.wait(_PATIENCE)
             if self._error is not None:
                 self.cancellation.check()

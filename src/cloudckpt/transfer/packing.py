@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from cloudckpt.transfer.boxes import ALIGNMENT, padding
+from cloudckpt.transfer.boxes import ALIGNMENT
 from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.pool import Lease, MemoryPool
 from cloudckpt.transfer.upload import ObjectUpload
@@ -70,8 +70,7 @@ class Packer:
             slab.release()  # the growing piece needs only one lease
         else:
             self.flush()
-            if gap := padding(self._upload.position):
-                self._upload.write(Piece(memoryview(_ZEROS)[:gap]))
+            self._upload.align()
             self._slab, self._start, self._stop = slab, place, place
         return place
 

@@ -23,6 +23,7 @@ from cloudckpt.stores.base import (
     random_suffix,
     whole_checksum,
 )
+from cloudckpt.transfer.boxes import padding
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
@@ -52,6 +53,8 @@ class ObjectUpload:
         key: The key of the object.
         position: Bytes written so far.
         info: The object in the store, once it is complete; None before.
+        checksum: The checksum of the complete object, by ``algorithm``; None before, and if the
+            store has copied the object and reports no checksum.
         is_doubtful: Whether the store may have completed the object, or may do so later, without
             having confirmed it.
         algorithm: The algorithm of the checksums that are sent.
@@ -86,7 +89,7 @@ class ObjectUpload:
         self.position = 0
         self.info: ObjectInfo | None = None
         self.is_doubtful = False
-        self._whole: int | None = 0  # the object's checksum; may stay unknown only for a copy
+        self.checksum: int | None = None
         self._store = store
         self.algorithm = store.capabilities.checksum
         self._group = group
@@ -99,17 +102,10 @@ class ObjectUpload:
         self._upload: Upload | None = None
         self._condition = "" if create_only else None  # see ObjectStore.complete_upload
         self._may_have_twin = False
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._sent: list[Part] = []
-        self._summed = 0
-        self._waiting: list[PartPlan] = []
+        self._summed = 0  # parts whose checksums are known
         self._expected: int | None = None
-
-    @property
-    def checksum(self) -> int:
-        """The checksum of the complete object, by the store's algorithm."""
-        assert self._whole is not None
-        return self._whole
 
     def write(self, piece: Piece) -> None:
         """Appends a piece; blocks while the network is slower than the producer."""
@@ -117,35 +113,24 @@ class ObjectUpload:
         for part in self._cutter.push(piece):
             self._send(part)
 
-    def close(self, end: Piece | None = None) -> None:
-        """Ends the object, with `end` as its last piece if given.
+    def align(self) -> None:
+        """Appends zeros up to a multiple of :data:`~cloudckpt.transfer.boxes.ALIGNMENT`."""
+        if gap := padding(self.position):
+            self.write(Piece(memoryview(bytes(gap))))
 
-        The bytes of `end` consist of checksums of everything before it. So the parts that contain
-        it wait until all others have their checksums. They occupy no thread meanwhile: the thread
-        that computes the last checksum queues them.
-        """
-        parts: list[PartPlan] = []
-        if end is not None:
-            self.position += end.view.nbytes
-            parts += self._cutter.push(end)
+    def close(self) -> None:
+        """Ends the object."""
         if (last := self._cutter.finish()) is not None:
-            parts.append(last)
-        if self._upload is None and len(parts) + (self._first is not None) <= 1:
-            (whole,) = parts or [self._first or PartPlan(1)]
+            self._send(last)
+        if self._upload is None:
+            whole = self._first or PartPlan(1)
             self._group.submit(lambda: self._put(whole))
             return
-        if end is None:
-            for part in parts:
-                self._send(part)
-        else:
-            self._begin()
-        with self._lock:
+        with self._changed:
             self._expected = -(-self.position // self._part_size)
-            self._waiting = parts if end is not None else []
             done = len(self._sent) == self._expected
         if done:
             self._group.submit(self._complete)
-        self._send_waiting()
 
     def abandon(self) -> None:
         """Aborts the upload, and deletes the object at the key; errors are logged, not raised."""
@@ -177,28 +162,15 @@ class ObjectUpload:
         return self._retrier.call(create)
 
     def _send(self, part: PartPlan) -> None:
+        """Sends a part; holds the first one back until there is a second."""
         if self._upload is None:
             if self._first is None:
                 self._first = part
                 return
-            self._begin()
-        self._group.submit(lambda: self._put_part(part))
-
-    def _begin(self) -> None:
-        """Begins a multipart upload, as one PUT is not enough, and sends the part held back."""
-        if self._upload is None:
             self._upload = self._create()
-        if self._first is not None:
             first, self._first = self._first, None
             self._group.submit(lambda: self._put_part(first))
-
-    def _send_waiting(self) -> None:
-        """Sends the next waiting part if all parts before it have their checksums."""
-        with self._lock:
-            if not self._waiting or self._summed < self._waiting[0].number - 1:
-                return
-            part = self._waiting.pop(0)
-        self._group.submit(lambda: self._put_part(part), patient=False)
+        self._group.submit(lambda: self._put_part(part))
 
     def _progress(self, count: int) -> None:
         self._group.cancellation.check()
@@ -241,6 +213,12 @@ class ObjectUpload:
 
     def _checksum(self, part: PartPlan) -> int:
         part.await_bytes()
+        if part.is_made:
+            # the parts before this one are with other threads: tasks begin in their order
+            with self._changed:
+                while self._summed < part.number - 1:
+                    self._changed.wait(0.2)
+                    self._group.cancellation.check()
         with self._group.few:  # the call for each block releases the GIL
             return part.checksum(self.algorithm)
 
@@ -259,7 +237,7 @@ class ObjectUpload:
             ),
             lambda error: self._look(attempt, checksum),
         )
-        self._whole = checksum
+        self.checksum = checksum
         self._stats.add_requests(1)
         part.release()
 
@@ -267,9 +245,9 @@ class ObjectUpload:
         upload = self._upload
         assert upload is not None  # created before the first part was submitted
         checksum = self._checksum(part)
-        with self._lock:
+        with self._changed:
             self._summed += 1
-        self._send_waiting()
+            self._changed.notify_all()
         body = [piece.view for piece in part.pieces]
         sent = self._deliver(
             part,
@@ -283,7 +261,7 @@ class ObjectUpload:
     def _took(self, part: Part) -> None:
         """Records a part that the store has received; completes the object after the last one."""
         self._stats.add_requests(1)
-        with self._lock:
+        with self._changed:
             self._sent.append(part)
             done = len(self._sent) == self._expected
         if done:
@@ -312,7 +290,7 @@ class ObjectUpload:
             lambda: self._store.complete_upload(upload, parts, if_version=self._condition),
             made=made,
         )
-        self._whole = checksum
+        self.checksum = checksum
         self._stats.add_requests(2)
         self.abort()
 
