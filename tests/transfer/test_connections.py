@@ -6,8 +6,7 @@ import uuid
 import pytest
 
 from cloudckpt.config import Config
-from cloudckpt.transfer.connections import transfer_group
-from cloudckpt.transfer.lanes import FIRST
+from cloudckpt.transfer.connections import FIRST, transfer_group
 from support.memory_store import MemoryStore
 from transfer.props import Crowd
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cloudckpt.transfer.lanes import FIRST, LaneSearch, Tick
+from cloudckpt.transfer.connections import FIRST, LaneSearch
 
 MOST = 64
 MB = 1e6
@@ -44,10 +44,11 @@ class Link:
             1 - self.noise, 1 + self.noise
         )
         used = min(1.0, search.lanes * self.cpu)
-        tick = Tick(search.tick, int(rate * search.tick), moving, used, is_full=True)
-        self.seconds += tick.seconds
-        self.moved += tick.moved
-        search.add(tick)
+        seconds = search.tick
+        moved = int(rate * seconds)
+        self.seconds += seconds
+        self.moved += moved
+        search.add(seconds=seconds, moved=moved, moving=moving, cpu=used, is_full=True)
 
     @property
     def best(self):
@@ -132,7 +133,7 @@ def test_a_link_that_becomes_wider_is_used():
 def test_silence_says_nothing():
     search = LaneSearch(FIRST, MOST)
     for _ in range(1000):
-        search.add(Tick(search.tick, 0, 0, 0.0, is_full=True))
+        search.add(seconds=search.tick, moved=0, moving=0, cpu=0.0, is_full=True)
     assert (search.lanes, search.each) == (FIRST, None)
 
 

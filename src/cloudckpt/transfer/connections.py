@@ -1,21 +1,65 @@
-"""Chooses how many connections a transfer opens: the configured number, or a search's result.
+"""Decides how many connections a transfer opens: the configured number, or as many as help.
 
-The next transfer in the same direction with the same bucket begins with that result.
+A lane is a thread with a connection. Clouds limit the rate of each connection (S3 to about 90 MB/s,
+others to 10), so more lanes are faster until the link, the store or the CPU is the limit; beyond
+that they only add cost. As that number is not known in advance, it is searched for: the lanes are
+multiplied as long as that moves more bytes, and otherwise reduced to the number that was enough.
+The next transfer in the same direction with the same bucket begins with the result.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from cloudckpt.config import Config
 from cloudckpt.stores.base import RangeReader
 from cloudckpt.transfer.group import TaskGroup
-from cloudckpt.transfer.lanes import FIRST, LaneSearch, Tick
 
-__all__ = ["transfer_group"]
+__all__ = ["FIRST", "LaneSearch", "transfer_group"]
+
+FIRST = 8
+"""The number of lanes that a transfer begins with."""
+
+_ALL = 7 / 8
+"""The share of the lanes that must move bytes for all of them to count as started."""
+
+_LONGEST_START = 0.5
+"""Seconds after which new lanes count as started: connecting by TLS takes time."""
+
+_CLEAR = 0.05
+"""Seconds of measurement for a clear gain: most of what the additional lanes could contribute."""
+
+_LOOK = 0.3
+"""Seconds of measurement for any other gain; the second one decides, as TCP starts slowly."""
+
+_GAIN = 1.08
+"""The factor by which the rate must rise for additional lanes to be kept."""
+
+_SPARE = 1.1
+"""The factor of lanes to keep above the number that just reaches the limit."""
+
+_SLOWER = 0.6
+"""The share of a lane's earlier rate below which the transfer is limited by something else."""
+
+_NO_LOSS = 0.95
+"""The share of the earlier rate that fewer lanes must reach to be kept."""
+
+_FAST_LANE = 250e6
+"""Bytes per second of a lane without a limit: no cloud allows a connection that much."""
+
+_MOST_CPU = 0.5
+"""The share of the CPUs in use above which no lanes are added: training needs them too."""
+
+_PAUSES = (1.0, 30.0)
+"""Seconds until more lanes are tried again: at first, and at most."""
+
+# seconds between ticks: at the beginning of a measurement; while it is unclear; otherwise
+_QUICK, _CALM, _SLOW = 0.025, 0.1, 0.25
 
 Direction = Literal["out", "in"]
 
@@ -78,14 +122,179 @@ class _Paced:
         self._last, self._cpu = now, cpu
         moved = self._store.moved(threads) or ()
         return self._search.add(
-            Tick(
-                seconds=seconds,
-                moved=sum(moved),
-                moving=sum(count > 0 for count in moved),
-                cpu=used / seconds / self._cores if seconds else 0.0,
-                is_full=is_full,
-            )
+            seconds=seconds,
+            moved=sum(moved),
+            moving=sum(count > 0 for count in moved),
+            cpu=used / seconds / self._cores if seconds else 0.0,
+            is_full=is_full,
         )
 
     def ended(self) -> None:
         _found[self._place] = self._search.found, self._search.each
+
+
+@dataclass(slots=True)
+class _Window:
+    """Consecutive ticks: seconds, bytes, mean CPU use, and whether nearly all lanes moved bytes."""
+
+    seconds: float = 0.0
+    moved: int = 0
+    cpu: float = 0.0
+    is_steady: bool = True
+
+    def add(self, seconds: float, moved: int, cpu: float, *, is_steady: bool) -> None:
+        self.cpu = (self.cpu * self.seconds + cpu * seconds) / (self.seconds + seconds)
+        self.seconds += seconds
+        self.moved += moved
+        self.is_steady = self.is_steady and is_steady
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.moved / self.seconds
+
+
+class LaneSearch:
+    """Searches for the best number of lanes of one transfer while it runs, without a clock.
+
+    Attributes:
+        lanes: The number of lanes that should be in use now.
+        each: The rate of a lane when only its connection limits it, in bytes per second; None as
+            long as unknown.
+    """
+
+    def __init__(self, first: int, most: int, each: float | None = None) -> None:
+        """Starts a search.
+
+        Args:
+            first: The number of lanes to begin with.
+            most: The most lanes.
+            each: The rate of a lane in an earlier transfer, in bytes per second; None if unknown.
+        """
+        self.lanes = min(first, most)
+        self.each = each
+        self._most = most
+        # the lanes and rate before the present change
+        self._before: tuple[int, float] | None = None
+        self._pause = 0.0  # seconds; 0: no result yet
+        self._window: _Window | None = None
+        self._started = 0.0
+        self._looks = 0
+        self._factor = 2  # multiplies the lanes; 4 after a clear gain
+
+    @property
+    def found(self) -> int:
+        """The number of lanes that have proven useful.
+
+        Lanes on trial count only if the previous trial was a clear gain and nothing speaks against
+        them yet: a short transfer ends in the middle of a trial.
+        """
+        if self._before is None:
+            return self.lanes
+        before, _ = self._before
+        is_likely = self.lanes > before and self._factor > 2 and not self._looks
+        return self.lanes if is_likely else before
+
+    @property
+    def tick(self) -> float:
+        """Seconds until the next tick should be taken."""
+        if self._pause and self._before is None:
+            return _SLOW
+        is_unclear = self._window is not None and self._window.seconds > _CLEAR
+        return _CALM if is_unclear else _QUICK
+
+    def add(self, *, seconds: float, moved: int, moving: int, cpu: float, is_full: bool) -> int:
+        """Takes the measurement since the last tick; returns the number of lanes to use.
+
+        Args:
+            seconds: Its duration.
+            moved: Bytes moved by all lanes.
+            moving: The number of lanes that moved any.
+            cpu: The share of the CPUs that this process used.
+            is_full: Whether every lane had work; otherwise the rate does not show whether more
+                lanes help.
+        """
+        if not is_full or not moved:
+            if self._window is not None:
+                self._started, self._window = 0.0, _Window()
+            return self.lanes
+        have_started = moving >= _ALL * self.lanes
+        if self._window is None:  # in the tick in which the last lane starts, buffers fill up
+            self._started += seconds
+            if have_started or self._started >= _LONGEST_START:
+                self._window = _Window()
+            return self.lanes
+        window = self._window
+        window.add(seconds, moved, cpu, is_steady=have_started)
+        if self._before is not None:
+            before, rate = self._before
+            if self.lanes > before:
+                self._judge_more(window, before, rate)
+            else:
+                self._judge_fewer(window, before, rate)
+        elif window.seconds >= (self._pause or (_QUICK if window.is_steady else _LOOK)):
+            self._measured(window)
+        return self.lanes
+
+    def _change(self, lanes: int, before: tuple[int, float] | None = None) -> None:
+        self.lanes = lanes
+        self._before = before
+        self._looks = 0
+        self._started = 0.0
+        self._window = None
+
+    def _measured(self, window: _Window) -> None:
+        """Adds or removes lanes, by the measured rate and the rate expected of so many lanes."""
+        rate = window.rate
+        if self.each is not None and rate < _SLOWER * self.each * self.lanes:
+            if window.seconds < _LOOK:
+                return
+            needed = max(math.ceil(_SPARE * rate / self.each), min(FIRST, self._most))
+            if needed < self.lanes:
+                self._change(needed, (self.lanes, rate))
+                return
+        elif self.each is None:
+            self.each = rate / self.lanes
+        self._grow(window)
+
+    def _grow(self, window: _Window) -> None:
+        rate = window.rate
+        pays = window.cpu < _MOST_CPU and rate < _FAST_LANE * self.lanes
+        if pays and self.lanes < self._most:
+            self._change(min(self._factor * self.lanes, self._most), (self.lanes, rate))
+        else:
+            self._settle(self.lanes)
+
+    def _judge_more(self, window: _Window, before: int, rate: float) -> None:
+        gain, ideal = window.rate / rate, self.lanes / before
+        if gain >= max(0.75 * ideal, (1 + ideal) / 2) and window.seconds >= _CLEAR:
+            self.each = window.rate / self.lanes
+            self._pause = 0.0
+            self._before = None
+            self._factor = 4
+            self._grow(window)
+        elif window.seconds >= _LOOK and self._looks == 0:
+            self._looks, self._window = 1, _Window()
+        elif window.seconds >= _LOOK:
+            # the measurement of fewer lanes may have been too short, so fewer are only tried
+            needed = math.ceil(before * gain * _SPARE) if gain >= _GAIN else before
+            if needed < self.lanes:
+                self._change(needed, (self.lanes, window.rate))
+            else:
+                self._settle(self.lanes)
+
+    def _judge_fewer(self, window: _Window, before: int, rate: float) -> None:
+        if window.seconds < _LOOK:
+            return
+        if window.rate >= _NO_LOSS * rate:
+            self._settle(self.lanes)
+        else:  # each lane has become slower
+            self.each = rate / before
+            self._settle(before)
+
+    def _settle(self, lanes: int) -> None:
+        """Keeps `lanes` for a while, each time twice as long as before."""
+        self._factor = 2
+        first, most = _PAUSES
+        self._pause = min(2 * self._pause, most) or first
+        self._change(lanes)
