@@ -14,8 +14,9 @@ from cloudckpt.checksum import block_size_for
 from cloudckpt.dcp import saving
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.transfer.boxes import ALIGNMENT
+from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.packing import PACKED_BELOW
-from cloudckpt.transfer.pool import slab_of
+from cloudckpt.transfer.pool import MemoryPool
 
 __all__ = ["ALIGNED", "BLOCK", "LARGEST", "LEAST_BUDGET", "LEAST_PART", "PACKED", "RUN", "SLAB"]
 __all__ += ["pickled_around", "tight"]
@@ -35,7 +36,7 @@ BLOCK = block_size_for(0)
 RUN = saving._RUN
 """Small tensors that are written by one call."""
 
-SLAB = slab_of(LEAST_BUDGET)
+SLAB = MemoryPool(LEAST_BUDGET, Cancellation()).slab_bytes
 """Bytes of a strided tensor that are copied at a time."""
 
 LARGEST = LEAST_PART + 4096

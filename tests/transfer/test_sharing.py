@@ -19,7 +19,7 @@ from cloudckpt.errors import StoreError, TransferCancelledError
 from cloudckpt.transfer import sharing
 from cloudckpt.transfer.download import Download, segments_for
 from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, Wanted
-from cloudckpt.transfer.sharing import Ring, digests, plan_shares, ring_allgather, shared_requests
+from cloudckpt.transfer.sharing import Ring, RingAllgather, digests, plan_shares, shared_requests
 from cloudckpt.transfer.stats import TransferStats
 from support.memory_store import MemoryStore
 
@@ -143,8 +143,7 @@ def load(
         ]
         requests = [*shared_requests(segments_for(wanted, config), len(stores))] * rounds
         place = ring(links, rank)
-        budget = config.memory_budget
-        download.run(lambda: ring_allgather(download, place, requests, budget=budget))
+        download.run(lambda: RingAllgather(download, place, requests, config.memory_budget).run())
 
     return sinks, run_ranks(work, len(stores))
 

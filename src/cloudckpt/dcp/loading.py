@@ -49,7 +49,7 @@ from cloudckpt.transfer.memory import (
     why_not_filled,
 )
 from cloudckpt.transfer.parts import even_share
-from cloudckpt.transfer.sharing import Ring, digests, plan_shares, ring_allgather, shared_requests
+from cloudckpt.transfer.sharing import Ring, RingAllgather, digests, plan_shares, shared_requests
 from cloudckpt.transfer.stats import TransferStats
 
 __all__ = [
@@ -122,7 +122,7 @@ class SharedReads:
             alone.difference_update(share.segments)
             ring = _GroupRing(self._group, share.ranks, rank)
             try:
-                ring_allgather(download, ring, requests, budget=self._config.memory_budget)
+                RingAllgather(download, ring, requests, self._config.memory_budget).run()
             except (RuntimeError, TransferCancelledError) as error:
                 failure = failure or _named(error)
                 download.fail(failure)  # ranks of further shares must learn of it

@@ -45,7 +45,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.catalog import Run
 from cloudckpt.stores.base import ObjectInfo, random_suffix
-from cloudckpt.transfer.deleting import abort_each, delete_each, delete_quietly
+from cloudckpt.transfer.deleting import delete_each, delete_quietly
 from cloudckpt.transfer.upload import creates_only, put_whole
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -188,7 +188,7 @@ class _Sweep:
         store, config = self._run.store, self._run.config
         policy, threads = config.retry, config.requests_at_once
         keys = [info.key for info in self._objects]
-        uploads = abort_each(store, self._uploads, policy, threads=threads)
+        uploads = delete_each(store, self._uploads, policy, threads=threads)
         objects = delete_each(store, keys, policy, threads=threads)
         if left := [*uploads.values(), *objects.values()]:
             reason = left[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from typing import TypeVar
 
 from cloudckpt.config import RetryPolicy
@@ -18,17 +18,17 @@ from cloudckpt.stores.base import ObjectStore, Upload
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = ["abort_each", "delete_all", "delete_each", "delete_quietly"]
+__all__ = ["delete_all", "delete_each", "delete_quietly"]
 
 logger = logging.getLogger("cloudckpt")
 
-K = TypeVar("K", bound=Hashable)
+K = TypeVar("K", bound=str | Upload)
 
 
 def delete_each(
-    store: ObjectStore, keys: Iterable[str], policy: RetryPolicy, *, threads: int
-) -> dict[str, StoreError]:
-    """Deletes objects on up to `threads` threads; returns those left, each with its error.
+    store: ObjectStore, wanted: Iterable[K], policy: RetryPolicy, *, threads: int
+) -> dict[K, StoreError]:
+    """Deletes objects, or aborts uploads, in parallel; returns those left, each with its error.
 
     Deletions that may succeed later are retried together, as often and as long as `policy` says: it
     bounds the whole, not each key. Once the connection is lost, no further key is tried before the
@@ -36,34 +36,18 @@ def delete_each(
 
     Args:
         store: The store.
-        keys: The keys; a repeated key counts once, a missing object is not a failure.
+        wanted: The keys of objects, or uploads. A repeated one counts once; a missing one is not a
+            failure.
         policy: How often and how long to retry.
         threads: The most requests at a time.
     """
-    return _each(store, keys, store.delete, policy, threads)
-
-
-def abort_each(
-    store: ObjectStore, uploads: Iterable[Upload], policy: RetryPolicy, *, threads: int
-) -> dict[Upload, StoreError]:
-    """Aborts multipart uploads as :func:`delete_each` deletes objects; returns those left."""
-    return _each(store, uploads, store.abort_upload, policy, threads)
-
-
-def _each(
-    store: ObjectStore,
-    wanted: Iterable[K],
-    delete: Callable[[K], None],
-    policy: RetryPolicy,
-    threads: int,
-) -> dict[K, StoreError]:
     left = list(dict.fromkeys(wanted))
     refused: dict[K, StoreError] = {}
     passing: dict[K, StoreError] = {}
 
     def attempt() -> None:
         nonlocal left, passing
-        failed = _try_each(store, left, delete, threads)
+        failed = _try_each(store, left, threads)
         passing = {key: e for key, e in failed.items() if isinstance(e, TransientStoreError)}
         refused.update((key, e) for key, e in failed.items() if key not in passing)
         left = list(passing)
@@ -117,9 +101,7 @@ def delete_quietly(
         )
 
 
-def _try_each(
-    store: ObjectStore, wanted: list[K], delete: Callable[[K], None], threads: int
-) -> dict[K, StoreError]:
+def _try_each(store: ObjectStore, wanted: list[K], threads: int) -> dict[K, StoreError]:
     """Tries each deletion once; returns those left with their errors, untried ones first."""
     group = TaskGroup(threads, name="cloudckpt-delete", interrupt=store.interrupt)
     failed: dict[K, StoreError] = {}
@@ -131,7 +113,10 @@ def _try_each(
             return
         tried.add(one)
         try:
-            delete(one)
+            if isinstance(one, Upload):
+                store.abort_upload(one)
+            else:
+                store.delete(one)
         except StoreError as error:
             failed[one] = error
             if isinstance(error, ConnectionLostError):

@@ -12,7 +12,7 @@ from typing import Any
 from cloudckpt.transfer.boxes import ALIGNMENT, aligned
 from cloudckpt.transfer.group import Cancellation
 
-__all__ = ["Lease", "MemoryPool", "slab_of"]
+__all__ = ["Lease", "MemoryPool"]
 
 _SLABS = 16
 
@@ -56,11 +56,6 @@ class Lease:
         self.release()
 
 
-def slab_of(budget: int) -> int:
-    """Returns the bytes of each slab of a pool with this budget."""
-    return budget // _SLABS // ALIGNMENT * ALIGNMENT
-
-
 class MemoryPool:
     """Lends host memory, at most `budget` bytes at a time; borrowers wait for free memory.
 
@@ -71,7 +66,7 @@ class MemoryPool:
     """
 
     def __init__(self, budget: int, cancellation: Cancellation) -> None:
-        self.slab_bytes = slab_of(budget)
+        self.slab_bytes = budget // _SLABS // ALIGNMENT * ALIGNMENT
         self._budget = budget
         self._cancellation = cancellation
         self._changed = threading.Condition()

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from cloudckpt.config import Config, RetryPolicy
@@ -143,40 +144,35 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
     return Retrier(config.retry).call(lambda: registry.open_store(uri, config))
 
 
+@dataclass(slots=True)
 class _Pauses:
     """The pauses between the tries of one operation."""
 
-    def __init__(
-        self,
-        policy: RetryPolicy,
-        clock: Callable[[], float],
-        draw: Callable[[float, float], float],
-        waiting: Waiting,
-    ) -> None:
-        self._policy = policy
-        self._clock = clock
-        self._draw = draw
-        self._waiting = waiting
-        self._failures = 0
-        self._first = 0.0  # when it failed first
-        self._last = policy.base or policy.cap / 100  # a base of 0 would never grow
+    policy: RetryPolicy
+    clock: Callable[[], float]
+    draw: Callable[[float, float], float]
+    waiting: Waiting
+    failures: int = 0
+    first: float = 0.0  # when it failed first
+    last: float = 0.0  # seconds of the last pause
 
     def after(self, error: TransientStoreError) -> float | None:
         """Returns the seconds until the next try after a failure; None if it was the last."""
-        policy, now = self._policy, self._clock()
-        if not self._failures:
-            self._first = now
-        self._failures += 1
-        spent = now - self._first
+        policy, now = self.policy, self.clock()
+        if not self.failures:
+            self.first = now
+        self.failures += 1
+        spent = now - self.first
         left = policy.deadline - spent
-        if left <= 0 or self._failures == policy.attempts:
-            error.message += f" (gave up after {self._failures} tries in {spent:.1f} s)"
+        if left <= 0 or self.failures == policy.attempts:
+            error.message += f" (gave up after {self.failures} tries in {spent:.1f} s)"
             return None
+        last = self.last or policy.base or policy.cap / 100  # a base of 0 would never grow
         # jitter, also at the cap: many ranks fail together, and would otherwise return together
-        self._last = self._draw(policy.base, min(policy.cap, 3 * self._last))
+        self.last = self.draw(policy.base, min(policy.cap, 3 * last))
         asked = min(error.retry_after or 0.0, _LONGEST_ASKED)
-        pause = min(max(self._last, asked), left)
-        self._waiting.failed(error, left=left, pause=pause)
+        pause = min(max(self.last, asked), left)
+        self.waiting.failed(error, left=left, pause=pause)
         logger.info("trying again in %.2f s: %s", pause, error)
         return pause
 

@@ -27,7 +27,7 @@ from cloudckpt.transfer.download import MERGE_GAP, Download, pack_requests
 from cloudckpt.transfer.landing import Segment
 from cloudckpt.transfer.memory import bytes_of
 
-__all__ = ["Ring", "Share", "digests", "ring_allgather", "plan_shares", "shared_requests"]
+__all__ = ["Ring", "RingAllgather", "Share", "digests", "plan_shares", "shared_requests"]
 
 _LARGEST = 8 * 1024**2
 _SMALLEST = 256 * 1024
@@ -186,30 +186,8 @@ def _allocated(size: int) -> torch.Tensor:
         ) from error
 
 
-def ring_allgather(
-    download: Download, ring: Ring, requests: Sequence[Sequence[Segment]], *, budget: int
-) -> None:
-    """Fetches this rank's requests and passes all ranks' requests around; delivers all of them.
-
-    Call it within ``download``, on all ranks of the ring, even those that have failed before.
-
-    Args:
-        download: Fetches and delivers.
-        ring: The ranks.
-        requests: The requests of all ranks, the same on each.
-        budget: The bytes of requests that this rank may hold in memory at a time.
-
-    Raises:
-        TransferCancelledError: If this or another rank has failed; if this rank, ``download``
-            raises the reason.
-        RuntimeError: If the ranks lost each other.
-        MemoryError: If there is no memory to begin with; the other ranks do not learn of it.
-    """
-    _Allgather(download, ring, requests, budget).run()
-
-
-class _Allgather:
-    """One rank's part in :func:`ring_allgather`."""
+class RingAllgather:
+    """Fetches this rank's requests, passes all ranks' requests around, and delivers all of them."""
 
     def __init__(
         self,
@@ -218,6 +196,16 @@ class _Allgather:
         requests: Sequence[Sequence[Segment]],
         budget: int,
     ) -> None:
+        """
+        Args:
+            download: Fetches and delivers.
+            ring: The ranks.
+            requests: The requests of all ranks, the same on each.
+            budget: The bytes of requests that this rank may hold in memory at a time.
+
+        Raises:
+            MemoryError: If there is no memory to begin with; the other ranks do not learn of it.
+        """
         self._download = download
         self._ring = ring
         self._requests = requests
@@ -235,6 +223,15 @@ class _Allgather:
         self._lost: RuntimeError | None = None
 
     def run(self) -> None:
+        """Carries out this rank's part.
+
+        Call it within ``download``, on all ranks of the ring, even those that have failed before.
+
+        Raises:
+            TransferCancelledError: If this or another rank has failed; if this rank, ``download``
+                raises the reason.
+            RuntimeError: If the ranks lost each other.
+        """
         for _ in range(self._ahead):
             self._fetch_next()
         for first in range(0, len(self._requests), self._ring.size):
