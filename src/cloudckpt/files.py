@@ -28,7 +28,7 @@ from cloudckpt.errors import (
 from cloudckpt.events import Span
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.torch_files.object_file import PinnedObject, object_at
+from cloudckpt.torch_files.object_file import ObjectFile, object_at
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.retry import Retrier, retry_if_replaced
 from cloudckpt.transfer.stats import TransferStats
@@ -171,19 +171,19 @@ def load_file(
 
 
 def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) -> FileContent:
-    pinned = PinnedObject(store, key, config, TransferStats(store.uri(key)))
-    if if_version is not None and pinned.info.version != if_version:
+    file = ObjectFile(store, key, config, TransferStats(store.uri(key)))
+    if if_version is not None and file.info.version != if_version:
         raise PreconditionFailedError(
             "the object does not have the version given as if_version: it was replaced since, so "
             "load it without if_version=",
             uri=store.uri(key),
             certain=True,
         )
-    room = bytearray(pinned.info.size)
+    room = bytearray(file.info.size)
     for is_last in (False, True):
         if room:
-            pinned.read(0, torch.frombuffer(room, dtype=torch.uint8))
-        if not config.verify or _is_as_stored(store, pinned.info, room, config):
+            file.read_at(0, torch.frombuffer(room, dtype=torch.uint8))
+        if not config.verify or _is_as_stored(store, file.info, room, config):
             break
         if is_last:
             raise CheckpointCorruptError(
@@ -193,7 +193,7 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
             )
         logger.warning("%s is read again, as the checksums differ", store.uri(key))
     content = FileContent(room)
-    content.version = pinned.info.version
+    content.version = file.info.version
     return content
 
 

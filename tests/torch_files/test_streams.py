@@ -18,7 +18,7 @@ from cloudckpt.errors import (
     InvalidRequestError,
 )
 from cloudckpt.stores.capabilities import Capabilities
-from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
+from cloudckpt.torch_files.object_file import ObjectFile
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
@@ -187,9 +187,9 @@ def test_the_stores_error_wins_over_that_of_a_writer_in_between(store):
 # ---- reading
 
 
-def opened(store, data, config=CONFIG, stats=None):
+def opened(store, data, stats=None):
     put(store, data)
-    return ObjectFile(PinnedObject(store, KEY, config, stats or TransferStats()), config)
+    return ObjectFile(store, KEY, CONFIG, stats or TransferStats())
 
 
 def test_reads_give_what_a_file_gives(store):

@@ -41,7 +41,7 @@ from cloudckpt.errors import (
 from cloudckpt.files import load_file, save_file
 from cloudckpt.runs.deleting import delete
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
-from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
+from cloudckpt.torch_files.object_file import ObjectFile
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.deleting import delete_all
 from cloudckpt.transfer.retry import Retrier, open_store
@@ -207,8 +207,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     ) -> io.BufferedIOBase:
         if mode == "rb":
             store, key, _retrier = self._open_store(path)
-            pinned = PinnedObject(store, key, self._config, TransferStats(store.uri(key)))
-            return io.BufferedReader(ObjectFile(pinned, self._config))
+            file = ObjectFile(store, key, self._config, TransferStats(store.uri(key)))
+            return io.BufferedReader(file)
         if mode != "wb" or not autocommit:
             raise NotImplementedError(
                 f"{self._uri(path)} can't be opened with mode {mode!r}"

@@ -22,7 +22,7 @@ from cloudckpt.uri import CheckpointURI
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["ObjectFile", "PinnedObject", "object_at"]
+__all__ = ["ObjectFile", "object_at"]
 
 _FIRST_WINDOW = 64 * 1024
 _LARGEST_WINDOW = 32 * MIB
@@ -44,12 +44,18 @@ def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
     return open_store(uri, config), uri.prefix
 
 
-class PinnedObject:
-    """Reads one version of an object: a read after a replacement of the object raises.
+class ObjectFile(io.RawIOBase):
+    """A seekable binary file that reads one version of an object.
+
+    A read after a replacement of the object raises. Reads of 32 MiB and more go over parallel
+    connections directly into the caller's memory. Smaller reads are served from a window, which
+    grows from 64 KiB to 32 MiB while reads are sequential. It uses at most 64 MiB of memory, or
+    ``memory_budget`` if that is less.
 
     Attributes:
         info: The size and version of the object when this was made.
-        grain: The size in bytes of the blocks that are read whole, to verify their checksums.
+        failure: The first error or interrupt of a read; None before. Callers written in C++ replace
+            the raised error with their own, so it is kept here.
     """
 
     def __init__(
@@ -71,14 +77,20 @@ class PinnedObject:
         Raises:
             ObjectNotFoundError: If the object does not exist.
         """
+        super().__init__()
         self._store, self._config, self._stats = store, config, stats
-        self.grain = 1 if blocks is None or not config.verify else blocks.size
+        # the blocks that are read whole, to verify their checksums
+        self._grain = 1 if blocks is None or not config.verify else blocks.size
         retrier = Retrier(config.retry, on_retry=stats.add_retry)
         self.info: ObjectInfo = retrier.call(lambda: store.head(key))
-        size = self.info.size
+        self._size = size = self.info.size
         self._whole = StoredBytes(key, 0, size, blocks, size, key, self.info.version)
+        self.failure: BaseException | None = None
+        self._at = 0
+        self._largest = min(_LARGEST_WINDOW, config.memory_budget // 2)
+        self._first, self._window = 0, torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def read(self, start: int, room: torch.Tensor) -> None:
+    def read_at(self, start: int, room: torch.Tensor) -> None:
         """Fills a byte tensor with the object's bytes from ``start``, over parallel connections.
 
         Raises:
@@ -96,28 +108,6 @@ class PinnedObject:
             uri = self._store.uri(self.info.key)
             check_unchanged(self._store, self.info, uri, self._config.retry, error)
             raise
-
-
-class ObjectFile(io.RawIOBase):
-    """A seekable binary file that reads from an object.
-
-    Reads of 32 MiB and more go over parallel connections directly into the caller's memory. Smaller
-    reads are served from a window, which grows from 64 KiB to 32 MiB while reads are sequential. It
-    uses at most 64 MiB of memory, or ``memory_budget`` if that is less.
-
-    Attributes:
-        failure: The first error or interrupt of a read; None before. Callers written in C++ replace
-            the raised error with their own, so it is kept here.
-    """
-
-    def __init__(self, pinned: PinnedObject, config: Config) -> None:
-        super().__init__()
-        self.failure: BaseException | None = None
-        self._object = pinned
-        self._size = pinned.info.size
-        self._at = 0
-        self._largest = min(_LARGEST_WINDOW, config.memory_budget // 2)
-        self._first, self._window = 0, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def readable(self) -> bool:
         return True
@@ -152,7 +142,7 @@ class ObjectFile(io.RawIOBase):
 
     def _fill(self, view: memoryview) -> None:
         if view.nbytes >= self._largest:
-            self._object.read(self._at, torch.frombuffer(view, dtype=torch.uint8))
+            self.read_at(self._at, torch.frombuffer(view, dtype=torch.uint8))
             return
         stop = self._at + view.nbytes
         if self._at < self._first or stop > self._first + self._window.nbytes:
@@ -166,10 +156,8 @@ class ObjectFile(io.RawIOBase):
         ahead = min(self._window.nbytes * _GROWTH, self._largest) if follows else 0
         size = min(max(count, ahead, _FIRST_WINDOW), self._size)
         first = min(self._at, self._size - size)  # a window at the end begins earlier
-        if (grain := self._object.grain) > 1:  # blocks are read whole in any case
-            stop = min(aligned(first + size, grain), self._size)
-            first = first // grain * grain
-            size = stop - first
-        window = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._object.read(first, window)
+        stop = min(aligned(first + size, self._grain), self._size)
+        first = first // self._grain * self._grain
+        window = torch.empty(stop - first, dtype=torch.uint8, device="cpu")
+        self.read_at(first, window)
         self._first, self._window = first, window

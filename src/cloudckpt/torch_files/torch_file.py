@@ -24,7 +24,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.events import Span, Transferred
 from cloudckpt.stores.base import ObjectStore
-from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject, object_at
+from cloudckpt.torch_files.object_file import ObjectFile, object_at
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
@@ -149,14 +149,13 @@ def load_torch_file(
     """
     store, key = object_at(uri, config)
     try:
-        pinned = PinnedObject(store, key, config, stats)
+        file = ObjectFile(store, key, config, stats)
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
             "there is no file here: check the location (to read a folder with a DCP "
             "checkpoint, use cloudckpt.load or dcp_to_torch_save)",
             uri=str(uri),
         ) from error
-    file = ObjectFile(pinned, config)
     if not file.read(len(_BEGINNINGS[1])).startswith(_BEGINNINGS):
         raise CheckpointCorruptError(
             "the file was not written by torch.save: check the location", uri=str(uri)

@@ -68,7 +68,7 @@ from cloudckpt.integrations.torch_checkpointing.manifest import (
 from cloudckpt.integrations.torch_checkpointing.visible import VisibleFiles
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
 from cloudckpt.stores.listings import forget_listings
-from cloudckpt.torch_files.object_file import ObjectFile, PinnedObject
+from cloudckpt.torch_files.object_file import ObjectFile
 from cloudckpt.torch_files.torch_file import storages_of
 from cloudckpt.torch_files.written_file import WrittenFile
 from cloudckpt.transfer.deleting import delete_all, delete_quietly
@@ -124,13 +124,13 @@ class FileFolders(VisibleFiles):
         return retry_if_replaced(lambda: self._opened(key))
 
     def _opened(self, key: str) -> io.RawIOBase:
-        file, uri, config = self.existing(key), self._store.uri(key), self._config
+        file, uri = self.existing(key), self._store.uri(key)
         try:
             stats = TransferStats(uri)
-            pinned = PinnedObject(self._store, file.key, config, stats, file.blocks)
-            if file.blocks is None or pinned.info.size == file.size:
-                return ObjectFile(pinned, config)
-            problem = f"has {pinned.info.size} bytes instead of {file.size}"
+            opened = ObjectFile(self._store, file.key, self._config, stats, file.blocks)
+            if file.blocks is None or opened.info.size == file.size:
+                return opened
+            problem = f"has {opened.info.size} bytes instead of {file.size}"
         except ObjectNotFoundError as error:
             if self.find(key) != file:
                 raise CheckpointReplacedError(
