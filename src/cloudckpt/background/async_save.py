@@ -26,9 +26,10 @@ from cloudckpt.uri import URILike
 __all__ = ["async_save", "close_async_savers"]
 
 _lock = module_lock()
-_Known = tuple[AsyncCheckpointerType, BackgroundOptions, AsyncSaver]
-# by process and group: the group itself keeps it alive, since ids may be reused
-_savers: dict[tuple[int, dist.ProcessGroup | None], _Known] = {}
+# the group itself keeps it alive, since ids may be reused
+_Key = tuple[int, dist.ProcessGroup | None, AsyncCheckpointerType, BackgroundOptions]
+"""A process, the group that saves, and what else a saver is made for."""
+_savers: dict[_Key, AsyncSaver] = {}
 _closing: list[AsyncSaver] = []
 
 
@@ -136,7 +137,7 @@ def _retire(is_meant: Callable[[dist.ProcessGroup | None], bool]) -> None:
     """Moves the savers of selected groups to ``_closing``, so that no later call uses them."""
     with _lock:
         own = [key for key in _savers if key[0] == os.getpid()]  # not a forking parent's
-        _closing.extend(_savers.pop(key)[-1] for key in own if is_meant(key[1]))
+        _closing.extend(_savers.pop(key) for key in own if is_meant(key[1]))
 
 
 def _close(savers: list[AsyncSaver]) -> None:
@@ -155,20 +156,19 @@ def _saver_for(
 ) -> AsyncSaver:
     alone = no_dist or not (dist.is_available() and dist.is_initialized())
     together = None if alone else group if group is not None else dist.group.WORLD
-    place = os.getpid(), together
+    key = os.getpid(), together, kind, options
     with _lock:
-        known = _savers.get(place)
-        is_fitting = known is not None and known[:2] == (kind, options)
-    if not is_fitting:  # equal on all ranks, even if the former saver is still busy
+        saver = _savers.get(key)
+    if saver is None:  # on all ranks, even if the former saver is still busy
         _retire(lambda of: of is together or (of is not None and not exists(of)))
     with _lock:
-        unused = [saver for saver in _closing if saver.is_idle]
+        unused = [former for former in _closing if former.is_idle]
     _close(unused)
-    if known is not None and is_fitting:
-        return known[-1]
-    # not with the lock held: it waits for the other ranks
-    made = AsyncSaver(
-        process_group=group, no_dist=no_dist, kind=kind, options=options, have_met=True
-    )
-    with _lock:
-        return _savers.setdefault(place, (kind, options, made))[-1]
+    if saver is None:
+        # not with the lock held: it waits for the other ranks
+        made = AsyncSaver(
+            process_group=group, no_dist=no_dist, kind=kind, options=options, have_met=True
+        )
+        with _lock:
+            saver = _savers.setdefault(key, made)
+    return saver

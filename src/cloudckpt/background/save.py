@@ -72,7 +72,7 @@ class Save:
         staged: Done when the trainer may change its tensors; its result is None.
         is_staged_in_background: Whether ``staged`` may not be done when the call returns.
         copy: The copy, if cloudckpt's stager made it.
-        made: The copy that a custom stager has made, or its future.
+        made: The copy that a custom stager has made.
         failure: The error that keeps this rank from taking part in the save.
         is_reported: Whether the failure of the save was raised by a later call, or need not be.
     """
@@ -86,7 +86,7 @@ class Save:
     staged: Future[None] = field(default_factory=Future)
     is_staged_in_background: bool = False
     copy: StagedState | None = None
-    made: dict[str, Any] | Future[dict[str, Any]] | None = None
+    made: dict[str, Any] | None = None
     failure: CloudCheckpointError | None = None
     is_reported: bool = True
     _has_begun_writing: bool = False
@@ -122,17 +122,18 @@ class Save:
             self.made = _checked(made)
             self.staged.set_result(None)
             return
-        self.made, self.is_staged_in_background = made, True
+        self.is_staged_in_background = True
 
-        def pass_on(done: Future[Any]) -> None:
+        def take(done: Future[Any]) -> None:
             try:
-                _checked(done.result())
+                self.made = _checked(done.result())
             except BaseException as error:  # noqa: BLE001 - of a stager which has cancelled it, too
+                self.failure = _as_ours(error, self.where)
                 self.staged.set_exception(error)
             else:
                 self.staged.set_result(None)
 
-        made.add_done_callback(pass_on)
+        made.add_done_callback(take)
 
     def begin(self, *, commits: bool) -> None:
         """Starts the writer, unless it was started before.
@@ -232,11 +233,6 @@ class Save:
         """Returns the result, or the error; in a separate frame, which the error keeps alive."""
         try:
             concurrent.futures.wait([self.staged])
-            if isinstance(self.made, Future):
-                try:
-                    self.made = _checked(self.made.result())
-                except BaseException as error:  # noqa: BLE001 - the other ranks must hear of it
-                    self.fail(error)
             return carry_out(self), None
         except BaseException as error:  # noqa: BLE001 - set on the future
             return None, error

@@ -100,15 +100,6 @@ class AsyncSaver:
         self._process: SaveProcess | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cloudckpt-async")
         self._pid = os.getpid()
-        try:
-            if not self._no_dist:
-                self._group = self._new_group(process_group, have_met)
-                # the saving thread uses the other group, and both may be in use at once
-                self._meeting = Meeting(self._new_group(process_group, have_met=True))
-            self._meeting.begin(lambda: self._make(kind), lambda _: status_of(kind, self._options))
-        except BaseException:
-            self._abandon()
-            raise
         self._number = 0
         # the save that all ranks begin, and that this rank has not given to its thread
         self._agreed: Save | None = None
@@ -117,6 +108,15 @@ class AsyncSaver:
         self._lock = threading.Lock()
         self._closed = False
         self._ended = threading.Event()  # set when closing is complete
+        try:
+            if not self._no_dist:
+                self._group = self._new_group(process_group, have_met)
+                # the saving thread uses the other group, and both may be in use at once
+                self._meeting = Meeting(self._new_group(process_group, have_met=True))
+            self._meeting.begin(lambda: self._make(kind), lambda _: status_of(kind, self._options))
+        except BaseException:
+            self.close()  # it could not be made on all ranks
+            raise
 
     def _make(self, kind: AsyncCheckpointerType) -> None:
         try:
@@ -129,15 +129,6 @@ class AsyncSaver:
             )
         if kind == AsyncCheckpointerType.PROCESS:
             self._process = SaveProcess(self._options)
-
-    def _abandon(self) -> None:
-        """Releases what was made so far, after the saver could not be made on all ranks."""
-        self._thread.shutdown(wait=False)
-        if self._process is not None:
-            self._process.close(0)
-        if self._own_stager is not None:
-            self._own_stager.close()
-        self._give_back_groups()
 
     def _new_group(self, parent: dist.ProcessGroup | None, have_met: bool) -> dist.ProcessGroup:
         with all_expected(parent if parent is not None else dist.group.WORLD):
@@ -425,11 +416,7 @@ class AsyncSaver:
             if self._ended.is_set():
                 return
             self._ended.set()
-        if idle and not self._is_broken:
-            self._give_back_groups()
-
-    def _give_back_groups(self) -> None:
-        if not self._meeting.is_broken:
+        if idle and not self._is_broken and not self._meeting.is_broken:
             for group in {self._group, self._meeting.group}:
                 if group is not None:
                     give_back(group)
