@@ -20,11 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import cloudckpt
-from cloudckpt.errors import (
-    CheckpointError,
-    ConfigError,
-    InvalidURIError,
-)
+from cloudckpt.errors import CheckpointError, ConfigError, IncompleteSaveError, InvalidURIError
 
 from .layouts import LAYOUTS, spread
 from .places import Place
@@ -175,6 +171,9 @@ def test_a_writer_and_a_reader_that_are_derived_from_ours_are_asked_for_each_ste
         state = {"t": numbered(5, first=first), 7: {"empty": {}}}
         cloudckpt.save(state, storage_writer=writer)
     assert Telling.told == ["1 items", "committed"] * 2
+    for without_a_save in (writer, local.writer()):  # finished already, never begun
+        with pytest.raises(IncompleteSaveError):
+            without_a_save.finish(dcp.metadata.Metadata({}), [])
     reader, loaded = Counting(local.uri, config=local.config), {"t": torch.zeros(5)}
     cloudckpt.load(loaded, storage_reader=reader)
     assert reader.items == 1

@@ -223,7 +223,6 @@ class CloudStorageWriter(OurWriter):
         self.written: Record | None = None
         self.commits = False
         self.committed: bool | None = None
-        self._is_finished = False
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"config": self.config, "commit_hook": self.commit_hook, "notes": self.notes}
@@ -467,16 +466,11 @@ class CloudStorageWriter(OurWriter):
         uri, hook = str(self.uri), self.commit_hook or CommitHook()
         if self._baseline is None:
             raise IncompleteSaveError(
-                "this writer has not begun a save as the coordinator: call "
-                "set_up_storage_writer(is_coordinator=True) before finish",
+                "this writer has no save to finish as the coordinator: none was begun, or it is "
+                "already finished. Call set_up_storage_writer(is_coordinator=True) before each one",
                 uri=uri,
             )
         baseline = self._baseline.answer()
-        if self._is_finished:  # its objects are committed by now, or deleted
-            raise IncompleteSaveError(
-                "this save was already finished, and can't be finished twice: start a new save",
-                uri=uri,
-            )
         with portable_errors(uri):
             with paused_gc():  # the collector would traverse the plans of all ranks
                 merged = planned.written(written, attempt=self.attempt, uri=uri)
@@ -485,7 +479,7 @@ class CloudStorageWriter(OurWriter):
             if manifest.metadata.storage_meta is not None:
                 manifest.metadata.storage_meta.checkpoint_id = uri
             hook.before_commit(uri, manifest.metadata)
-        self.committed, self._is_finished = None, True
+        self.committed, self._baseline = None, None  # its objects will be committed, or deleted
         with Span("commit", uri, self._rank):
             try:
                 publish(
