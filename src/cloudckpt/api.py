@@ -20,7 +20,6 @@ from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.objects import is_committed
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.content import Content
-from cloudckpt.dcp.failures import break_off, is_of_group, one_error
 from cloudckpt.dcp.load_loop import load_together
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.dcp.meeting import Meeting, check_together, collective
@@ -57,10 +56,6 @@ __all__ = [
 S = TypeVar("S")
 T = TypeVar("T")
 
-_LOST = (
-    "the ranks lost each other: find out which rank ended first and why, "
-    "and start all of them again"
-)
 _DESTROYED = (
     "the process group was destroyed during this save: wait for all saves before you destroy it"
 )
@@ -271,15 +266,13 @@ def save_prepared(
                 prepare_to_write, lambda: content_of(state_dict, meeting.rank)
             )
             planner = made.planner or CloudSavePlanner()
-            return SaveLoop(content.for_planner(planner), made.writer, planner, meeting.group)
+            return SaveLoop(content.for_planner(planner), made.writer, planner, meeting)
 
-        loop, plan = meeting.begin_planned(begin, lambda loop: loop.status)
+        loop, consensus = meeting.agreed(begin, lambda loop: loop.status)
         try:
-            return loop.run(plan)
-        except (CheckpointException, RuntimeError, ValueError) as exc:
-            if is_of_group(exc):
-                break_off(meeting.group)
-            raise _clean_up_and_translate(exc, loop.writer, meeting.rank) from exc
+            return loop.run(consensus.plan)
+        except BaseException as error:  # noqa: BLE001 - raised again
+            raise _after_clean_up(error, loop.writer) from error.__cause__
         finally:
             forget_listings()
 
@@ -467,33 +460,33 @@ def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
     )
 
 
-def _clean_up_and_translate(
-    exc: CheckpointException | RuntimeError | ValueError, writer: OurWriter, rank: int
-) -> BaseException:
+def _after_clean_up(error: BaseException, writer: OurWriter) -> BaseException:
     """Deletes what this rank has sent in a failed save, unless the save may be committed.
 
     The committing rank knows; another rank can be certain only if the failures of all ranks show
     it. After an interrupt or an uncertain commit the checkpoint may be visible, or become so.
 
     Returns:
-        The error to raise.
+        The error to raise. If the ranks lost each other, it says whether the save is committed.
     """
-    is_lost, uri, committed = is_of_group(exc), writer.checkpoint_id, None
+    cause, uri, committed = error.__cause__, writer.checkpoint_id, None
+    failed = cause if isinstance(cause, CheckpointException) else None  # with those of all ranks
+    if failed is None and not isinstance(error, Exception):
+        return error  # an interrupt of this rank, of which the others do not know
+    lost = error if isinstance(error, ProcessGroupError) and failed is None else None
+    certain = True
     if isinstance(writer, CloudStorageWriter):
-        committed = writer.look_whether_committed() if is_lost else None
+        committed = writer.look_whether_committed() if lost is not None else None
         certain = writer.committed is False
-        if isinstance(exc, CheckpointException) and not writer.commits:
+        if failed is not None and not writer.commits:
             certain = all(
-                isinstance(error, Exception) and not isinstance(error, CommitUnknownError)
-                for error, _ in exc.failures.values()
+                isinstance(failure, Exception) and not isinstance(failure, CommitUnknownError)
+                for failure, _ in failed.failures.values()
             )
-    if not isinstance(writer, CloudStorageWriter) or certain:
+    if certain:
         writer.discard()
-    if is_lost:
-        lost = _DESTROYED if isinstance(exc, ValueError) else _LOST
-        message = f"{lost}; {_WHAT_IS_COMMITTED[committed]}"
-        return ProcessGroupError(message, committed=committed, uri=uri, cause=exc)
-    if not isinstance(exc, CheckpointException):
-        return exc
-    failures = {number: error for number, (error, _) in exc.failures.items()}
-    return one_error(failures, rank, f"in step {exc.args[0]!r}", uri)
+    if lost is None:
+        return error
+    what_failed = _DESTROYED if isinstance(cause, ValueError) else lost.message
+    message = f"{what_failed}; {_WHAT_IS_COMMITTED[committed]}"
+    return ProcessGroupError(message, committed=committed, uri=uri, cause=cause)

@@ -18,7 +18,6 @@ from cloudckpt.errors import CheckpointError, CloudCheckpointError, RanksFailedE
 
 __all__ = [
     "break_off",
-    "is_of_group",
     "one_error",
     "portable",
     "portable_errors",
@@ -90,20 +89,6 @@ def _survives_pickling(error: BaseException) -> bool:
     except Exception:  # noqa: BLE001 - anything may be raised by somebody's __reduce__
         return False
     return True
-
-
-def is_of_group(exc: BaseException) -> bool:
-    """Whether a collective of a process group raised this error.
-
-    gloo raises plain RuntimeErrors, and torch a ValueError if the group was destroyed meanwhile.
-    """
-    if isinstance(exc, dist.DistError):
-        return True
-    if not isinstance(exc, (RuntimeError, ValueError)):
-        return False
-    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
-    names = [frame.f_globals.get("__name__") for frame in frames[-1:]]
-    return names == ["torch.distributed.distributed_c10d"]
 
 
 class _TracebackError(Exception):

@@ -40,7 +40,7 @@ _END = 1 << 63
 
 
 def plan_together(
-    records: Sequence[Record], *, to_lowest_rank: bool, uri: str
+    records: Sequence[Record], *, to_lowest_rank: bool, compares: bool = False, uri: str
 ) -> tuple[Planned, list[list[int]], list[Shared]]:
     """Merges the plans of all ranks like torch's planner: each item is written by one rank.
 
@@ -48,11 +48,12 @@ def plan_together(
         records: By rank, the record of its plan.
         to_lowest_rank: Whether the lowest rank writes an item that several have, not the rank with
             the least to write.
+        compares: Whether the ranks compare the items that several of them have.
         uri: The checkpoint, for messages.
 
     Returns:
         The plan of all ranks; by rank, the numbers of the items of its plan that it writes; and by
-        rank, the items that others have, too.
+        rank, the items to compare with those of others.
 
     Raises:
         KeyCollisionError: If ranks have different types or shapes under one name.
@@ -68,7 +69,9 @@ def plan_together(
         parts.append((kept[first:stop] - start).tolist())
         of_ranks.append(rows[first:stop])
     structure = Structure.merged([record.structure for record in records], uri)
-    shared = shared_of_ranks(items.groups, items.ranks_of_groups, items.starts)
+    shared: list[Shared] = [[] for _ in records]
+    if compares:
+        shared = shared_of_ranks(items.groups, items.ranks_of_groups, items.starts)
     return Planned(table, tuple(of_ranks), records[0].checksum, structure), parts, shared
 
 

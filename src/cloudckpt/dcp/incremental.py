@@ -19,9 +19,8 @@ from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.notes import Notes, read_notes
 from cloudckpt.checkpoint.objects import METADATA, natural_order
 from cloudckpt.checkpoint.references import Hold, check_beside
-from cloudckpt.checkpoint.torch_private import Collectives
 from cloudckpt.config import Config
-from cloudckpt.dcp.failures import portable_errors
+from cloudckpt.dcp.meeting import Meeting
 from cloudckpt.dcp.save_plan import GroupRef, ref_to
 from cloudckpt.dcp.saving import Contents
 from cloudckpt.dcp.writer import CloudStorageWriter
@@ -43,13 +42,7 @@ logger = logging.getLogger("cloudckpt")
 _MOST = 4  # runs and groups whose last save this process remembers
 
 
-def agree_on_base(
-    ranks: Collectives,
-    members: dist.ProcessGroup | None,
-    writer: CloudStorageWriter,
-    *,
-    is_planned: bool,
-) -> None:
+def agree_on_base(meeting: Meeting, writer: CloudStorageWriter, *, is_planned: bool) -> None:
     """Agrees on the base of an incremental save: the checkpoint whose bytes are not sent again.
 
     Sets ``writer.contents`` on every rank.
@@ -59,23 +52,18 @@ def agree_on_base(
     of all items.
 
     Args:
-        ranks: The saving ranks; all of them call this.
-        members: Their process group.
+        meeting: The meeting of the saving ranks; all of them call this.
         writer: This rank's writer.
         is_planned: Whether the plan is new.
     """
-    if not writer.is_incremental:
-        return
-    known = _remembered(members, writer.uri)
+    known = _remembered(meeting.group, writer.uri)
 
-    @portable_errors(str(writer.uri))
     def own() -> tuple[str, str]:
         if known is None or is_planned:
             return "", ""
         uri, base = known
         return uri.folder, base.attempt
 
-    @portable_errors(str(writer.uri))
     def held(last_saves: list[tuple[str, str]]) -> tuple[bool, Base | None]:
         hold = writer.hold = _hold(writer, None if known is None else known[0])
         if hold is None:
@@ -84,7 +72,7 @@ def agree_on_base(
         all_know = all(last_save == (hold.base.folder, hold.attempt) for last_save in last_saves)
         return True, None if all_know else hold.contents
 
-    is_held, base = ranks.all_reduce("base", own, held)
+    is_held, base = meeting.combined_by_first("base", own, held, writer.checkpoint_id)
     if base is None and is_held:
         assert known is not None
         base = known[1]
@@ -151,12 +139,11 @@ def remember(members: dist.ProcessGroup | None, writer: CloudStorageWriter, atte
 
     Args:
         members: The group that saved it.
-        writer: This rank's writer; nothing is kept if what it has written has no digests.
+        writer: This rank's writer, after it has written its items, with their digests.
         attempt: The random name of the save.
     """
     written, uri = writer.written, writer.uri
-    if written is None or not written.extents.has_digests:
-        return
+    assert written is not None
     base = Base(replace(written, attempt=attempt), uri.folder)
     with _lock:
         key = _steps(members, uri)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from cloudckpt.dcp.content import Content
-from cloudckpt.dcp.failures import one_error, portable_errors, unpickled_plan
+from cloudckpt.dcp.failures import one_error, unpickled_plan
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.dcp.loading import Load, Offer, SharedReads
 from cloudckpt.dcp.meeting import LOADING, Meeting, RankStatus, all_expected
@@ -244,19 +244,17 @@ class _Load:
     def _planned_together(self, status: RankStatus, terms: _Terms) -> bytes:
         """Returns this rank's part, pickled, of a plan that the first rank makes from all plans."""
 
-        @portable_errors(self._uri)
         def make() -> bytes:
             if status.failure is not None:
                 raise status.failure
             return pickle.dumps(self._local_plan(terms))
 
-        @portable_errors(self._uri)
         def divide(pickled: list[bytes]) -> list[bytes]:
             plans = [unpickled_plan(plan, self._uri) for plan in pickled]
             plans = self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
             return [pickle.dumps(plan) for plan in plans]
 
-        return self._meeting.divided_by_first(make, divide, self._uri)
+        return self._meeting.divided_by_first("plan", make, divide, self._uri)
 
     def _prepare(
         self, plan: LoadPlan, shares: str, until_the_end: contextlib.ExitStack

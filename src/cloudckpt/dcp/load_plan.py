@@ -454,10 +454,8 @@ def plan_reads(state_dict: Mapping[str, Any], table: Table, uri: str) -> tuple[L
             index = MetadataIndex(name)
             items.append(ReadItem(LoadItemType.BYTE_IO, index, _NOTHING, index, _NOTHING, _NOTHING))
             continue
-        chunks, rows = (
-            table.chunks.get(entry.form.dims),
-            slice(entry.place, entry.place + entry.count),
-        )
+        chunks = table.chunks.get(entry.form.dims)
+        rows = slice(entry.place, entry.place + entry.count)
         for number, own in enumerate(create_chunk_list(value)):
             reads, is_as_saved = (
                 ([], True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import socket
 from collections.abc import Callable, Sequence
@@ -233,7 +232,7 @@ class Load:
     places: Places
     uri: str
     trust_pickle: bool
-    guarded: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    guarded: Callable[[], AbstractContextManager[None]]
 
     def __post_init__(self) -> None:
         self._wanted: list[list[Wanted]] = [[]]  # by round; rounds run one after another

@@ -42,7 +42,7 @@ from cloudckpt.checkpoint.torch_private import (
     device_for_collectives,
     store_of_group,
 )
-from cloudckpt.dcp.failures import break_off, one_error, portable
+from cloudckpt.dcp.failures import break_off, one_error, portable, portable_errors
 from cloudckpt.dcp.gloo_threads import let_finish
 from cloudckpt.errors import (
     CloudCheckpointError,
@@ -69,6 +69,7 @@ __all__ = [
 logger = logging.getLogger("cloudckpt")
 
 P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 if sys.version_info < (3, 14):
@@ -230,10 +231,6 @@ class Consensus:
         return one_error(failures, self.rank, when, first.location or None)
 
 
-def _no_objection(made: object) -> RankStatus:
-    return RankStatus()
-
-
 @functools.cache
 def _warn_of_others() -> None:
     """Warns, once, that this process is one of several that save by themselves."""
@@ -326,7 +323,7 @@ class Meeting:
     def begin(
         self,
         prepare: Callable[[], T],
-        status: Callable[[T], RankStatus] = _no_objection,
+        status: Callable[[T], RankStatus] | None = None,
         *,
         during: str = "",
     ) -> T:
@@ -341,31 +338,32 @@ class Meeting:
             BaseException: The error of ``prepare``, if this process is alone.
             CloudCheckpointError: See :meth:`Consensus.objection` and :meth:`exchange`.
         """
-        return self._agreed(prepare, status, during)[0]
-
-    def begin_planned(
-        self, prepare: Callable[[], T], status: Callable[[T], RankStatus]
-    ) -> tuple[T, int]:
-        """Does the same as :meth:`begin`, and also returns :attr:`Consensus.plan`."""
-        made, consensus = self._agreed(prepare, status, "")
-        return made, consensus.plan
+        return self.agreed(prepare, status, during=during)[0]
 
     def gathered(self, work: Callable[[], T], *, during: str = "while they worked") -> list[T]:
         """Returns the results of ``work`` of all ranks, by rank; otherwise like :meth:`begin`."""
-        return self._agreed(work, _no_objection, during, shares=True)[1].values
+        return self.agreed(work, during=during, shares=True)[1].values
 
-    def _agreed(
+    def agreed(
         self,
         prepare: Callable[[], T],
-        status: Callable[[T], RankStatus],
-        during: str,
+        status: Callable[[T], RankStatus] | None = None,
         *,
+        during: str = "",
         shares: bool = False,
     ) -> tuple[T, Consensus]:
+        """Does the same as :meth:`begin`, and also returns the consensus of all ranks.
+
+        Args:
+            prepare: As in :meth:`begin`.
+            status: As in :meth:`begin`.
+            during: As in :meth:`begin`.
+            shares: Whether :attr:`Consensus.values` are to have the results of all ranks.
+        """
         with all_expected(None if during else self.group):
             try:
                 made = prepare()
-                own = status(made)
+                own = RankStatus() if status is None else status(made)
             except BaseException as error:
                 self.exchange(RankStatus(failure=error), during=during).raise_on_all_ranks()
                 raise
@@ -401,31 +399,57 @@ class Meeting:
             dist.broadcast_object_list(values, group=self.group, group_src=0, device=device)
         return values[0]
 
-    def divided_by_first(
-        self,
-        make: Callable[[], T],
-        divide: Callable[[list[T]], list[T]],
-        uri: str | None,
-    ) -> T:
-        """Returns this rank's part of a result that the first rank makes of all values; collective.
+    def combined_by_first(
+        self, step: str, work: Callable[[], T], combine: Callable[[list[T]], R], uri: str | None
+    ) -> R:
+        """Returns what the first rank makes of the results of ``work`` of all ranks; collective.
 
-        No other rank gets the values of all.
+        No other rank gets the results of all.
 
         Args:
-            make: Returns this rank's value.
-            divide: Returns a part for each rank, given the values of all; called on the first rank.
+            step: The step of the save or load, for messages.
+            work: Called on this rank.
+            combine: Called on the first rank, with the results of all ranks.
             uri: The checkpoint, for messages.
 
         Raises:
-            CloudCheckpointError: If ``make`` fails on a rank, or ``divide`` on the first.
+            BaseException: If ``work`` fails on a rank, or ``combine`` on the first: one error for
+                all ranks, see ``failures.one_error``. Its cause is a CheckpointException with the
+                failures of all ranks.
+            ProcessGroupError: If the ranks lost each other.
         """
-        ranks = Collectives(self.group, self.group is not None, 0)
-        with self._together(None):
+        return cast(R, self._through_first(Collectives.all_reduce, step, work, combine, uri))
+
+    def divided_by_first(
+        self,
+        step: str,
+        work: Callable[[], T],
+        divide: Callable[[list[T]], list[R]],
+        uri: str | None,
+    ) -> R:
+        """Returns this rank's part of the list that the first rank makes; collective.
+
+        Otherwise like :meth:`combined_by_first`: ``divide`` returns a part for each rank.
+        """
+        return cast(R, self._through_first(Collectives.reduce_scatter, step, work, divide, uri))
+
+    def _through_first(
+        self,
+        send: Callable[..., Any],
+        step: str,
+        work: Callable[[], object],
+        combine: Callable[[list[Any]], object],
+        uri: str | None,
+    ) -> Any:
+        ranks, sendable = Collectives(self.group, self.group is not None, 0), portable_errors(uri)
+        when = f"in step {step!r}"
+        with self._together(None, when):
             try:
-                return ranks.reduce_scatter("plan", make, divide)
+                return send(ranks, step, sendable(work), sendable(combine))
             except CheckpointException as exc:
-                failures = {rank: error for rank, (error, _) in exc.failures.items()}
-        raise one_error(failures, self.rank, "at the beginning", uri)
+                failed = exc
+        failures = {rank: error for rank, (error, _) in failed.failures.items()}
+        raise one_error(failures, self.rank, when, uri) from failed
 
     @contextlib.contextmanager
     def _together(self, failure: BaseException | None, during: str = "") -> Iterator[None]:

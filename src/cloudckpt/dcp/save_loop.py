@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -37,12 +36,12 @@ from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Heads, Record
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.checkpoint.structure import Flat
-from cloudckpt.checkpoint.torch_private import Collectives, forget_plans
+from cloudckpt.checkpoint.torch_private import forget_plans
 from cloudckpt.dcp import incremental, save_plan
 from cloudckpt.dcp.copies import Copies, Described, Shared, are_alike, refuse_or_tell
-from cloudckpt.dcp.failures import portable_errors, unpickled_plan
+from cloudckpt.dcp.failures import unpickled_plan
 from cloudckpt.dcp.global_plan import plan_together, record_of
-from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME, RankStatus
+from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME, Meeting, RankStatus
 from cloudckpt.dcp.reader import committed_metadata
 from cloudckpt.dcp.save_plan import CloudSavePlanner, KnownPlan, PlanKey
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter, committing
@@ -69,7 +68,7 @@ class SaveLoop:
         state_dict: dict[str, Any],
         writer: OurWriter,
         planner: SavePlanner,
-        group: dist.ProcessGroup | None,
+        meeting: Meeting,
     ) -> None:
         """Begins the save on this rank, and looks for a kept plan; sends no data.
 
@@ -77,15 +76,15 @@ class SaveLoop:
             state_dict: The state dict to save.
             writer: Writes the checkpoint.
             planner: Plans the save, if no kept plan fits.
-            group: The ranks; None if this process is alone.
+            meeting: The meeting of the ranks.
 
         Raises:
             CheckpointExistsError: On the coordinator, if a checkpoint exists that must not be
                 overwritten.
         """
-        self._state_dict, self._group = state_dict, group
-        self._ranks = Collectives(group, group is not None, 0)
-        writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank)
+        self._state_dict, self._meeting = state_dict, meeting
+        self._is_coordinator = meeting.rank == 0
+        writer.set_up_storage_writer(self._is_coordinator, rank=meeting.rank)
         self.writer, self._planner = writer, CloudSavePlanner.like(planner)
         self._uri = writer.checkpoint_id
         # only torch's protocol calls the methods of other writers, also of derived ones
@@ -105,7 +104,7 @@ class SaveLoop:
         if outline is not None:
             # the algorithm is recorded in the commit object
             flags = (*flags, self._ours.checksum.name, self._ours.config.replicas)
-            self._key = save_plan.ref_to(group), flags, outline
+            self._key = save_plan.ref_to(meeting.group), flags, outline
             self._known = save_plan.find(self._key)
         self._plan = PLAN_ANEW if self._known is None else self._known.number
 
@@ -124,7 +123,7 @@ class SaveLoop:
         return RankStatus(location=self._uri, options=options, plan=self._plan)
 
     def run(self, agreed: int) -> Metadata:
-        """Saves and commits; raises errors as torch's saver does.
+        """Saves and commits.
 
         Args:
             agreed: The number of the plan that all ranks have, see :attr:`Consensus.plan`.
@@ -133,7 +132,7 @@ class SaveLoop:
             The metadata of the checkpoint.
 
         Raises:
-            CheckpointException: If ranks failed, with the failures of all.
+            BaseException: See :meth:`Meeting.combined_by_first`.
         """
         try:
             if self._ours is None or agreed == PLAN_EACH_TIME:
@@ -148,20 +147,21 @@ class SaveLoop:
 
     def _carry_out(self, writer: CloudStorageWriter, plan: KnownPlan) -> Metadata:
         """Writes by a plan, and commits; each rank reports locations only if they have changed."""
-        planner, is_new = cast(DefaultSavePlanner, self._planner), not plan.saves
+        meeting, is_new = self._meeting, not plan.saves
+        planner = cast(DefaultSavePlanner, self._planner)
         entries: list[KnownPlan] = []
         reported: list[Record] = []
         manifests: list[Manifest] = []
-        incremental.agree_on_base(self._ranks, self._group, writer, is_planned=is_new)
+        if writer.is_incremental:
+            incremental.agree_on_base(meeting, writer, is_planned=is_new)
 
-        @portable_errors(self._uri)
         def write_data() -> Report:
             entry = plan
             if is_new:
                 entry = plan.finished(planner)
             else:
                 planner.state_dict, planner.mappings = self._flat.values, self._flat.paths
-                planner.plan, planner.is_coordinator = plan.plan, self._ranks.is_coordinator
+                planner.plan, planner.is_coordinator = plan.plan, self._is_coordinator
             compared, pending = entry.copies.weighed(planner), None
             if writer.sender.outlives:
                 if entry.record is None:
@@ -177,7 +177,6 @@ class SaveLoop:
             entries.append(replace(entry, extents=written.extents, saves=entry.saves + 1))
             return written if is_new else written.without(plan.extents), compared
 
-        @portable_errors(self._uri)
         def finish_checkpoint(reports: list[Report]) -> str | None:
             reported.extend(record for record, _ in reports)
             return commit() if are_alike(number for _, number in reports) else None
@@ -197,21 +196,22 @@ class SaveLoop:
                 manifests.append(writer.finish_with(plan.of_all, reported))
                 return writer.attempt
 
-        @portable_errors(self._uri)
         def describe_copies() -> list[Described]:
             return plan.copies.described(planner)
 
-        @portable_errors(self._uri)
         def compare_copies(by_rank: list[list[Described]]) -> str:
             refuse_or_tell(by_rank, self._uri, refuses=writer.config.replicas == "refuse")
             return commit()
 
-        attempt = self._ranks.all_reduce("write", write_data, finish_checkpoint)
+        attempt = meeting.combined_by_first("write", write_data, finish_checkpoint, self._uri)
         if attempt is None:
-            attempt = self._ranks.all_reduce("compare", describe_copies, compare_copies)
+            attempt = meeting.combined_by_first(
+                "compare", describe_copies, compare_copies, self._uri
+            )
         [entry] = entries
         save_plan.remember(replace(entry, of_ranks=tuple(one.extents for one in reported)))
-        incremental.remember(self._group, writer, attempt)
+        if writer.is_incremental:
+            incremental.remember(meeting.group, writer, attempt)
         if manifests:
             return manifests[0].metadata
         return committed_metadata(writer.uri, writer.config, attempt)
@@ -223,15 +223,14 @@ class SaveLoop:
         would leave the others waiting.
         """
         writer, planner, ours = self.writer, self._planner, self._ours
+        meeting = self._meeting
         planned: list[Metadata] = []
 
-        @portable_errors(self._uri)
         def local_step() -> bytes:
             plan = self._local_plan(notes_planning=True)
             with paused_gc():
                 return pickle.dumps(plan)
 
-        @portable_errors(self._uri)
         def global_step(plans: list[bytes]) -> list[bytes]:
             with paused_gc():
                 loaded = [unpickled_plan(plan, self._uri) for plan in plans]
@@ -239,27 +238,25 @@ class SaveLoop:
                 planned.append(metadata)
                 return [pickle.dumps(plan) for plan in writer.prepare_global_plan(loaded)]
 
-        @portable_errors(self._uri)
         def write_data() -> list[WriteResult]:
             plan = planner.finish_plan(unpickled_plan(part, self._uri))
             future = writer.write_data(plan, planner)
             future.wait()
             return future.value()
 
-        @portable_errors(self._uri)
         def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
             with committing(writer):
                 writer.finish(planned[0], results)
             return writer.attempt if isinstance(writer, CloudStorageWriter) else planned[0]
 
-        part: bytes = self._ranks.reduce_scatter("plan", local_step, global_step)
-        if ours is not None:
-            incremental.agree_on_base(self._ranks, self._group, ours, is_planned=True)
-        done: str | Metadata = self._ranks.all_reduce("write", write_data, finish_checkpoint)
+        part = meeting.divided_by_first("plan", local_step, global_step, self._uri)
+        if ours is not None and ours.is_incremental:
+            incremental.agree_on_base(meeting, ours, is_planned=True)
+        done = meeting.combined_by_first("write", write_data, finish_checkpoint, self._uri)
         if isinstance(done, Metadata) or not isinstance(writer, CloudStorageWriter):
             return cast(Metadata, done)
-        if ours is not None:
-            incremental.remember(self._group, ours, done)
+        if ours is not None and ours.is_incremental:
+            incremental.remember(meeting.group, ours, done)
         return planned[0] if planned else committed_metadata(writer.uri, writer.config, done)
 
     def _local_plan(self, *, notes_planning: bool) -> SavePlan:
@@ -267,13 +264,13 @@ class SaveLoop:
         writer, planner = self.writer, self._planner
         given: dict[str, Any] = {
             "state_dict": self._state_dict,
-            "is_coordinator": self._ranks.is_coordinator,
+            "is_coordinator": self._is_coordinator,
         }
         if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
             given["storage_meta"] = writer.storage_meta()
         planner.set_up_planner(**given)
         if notes_planning and isinstance(writer, CloudStorageWriter):
-            compares = self._group is not None
+            compares = self._meeting.group is not None
             writer.note_planning(self._state_dict, planner, compares=compares)
         return writer.prepare_local_plan(planner.create_local_plan())
 
@@ -282,23 +279,29 @@ class SaveLoop:
 
         Ranks send their plans as columns, because the plans of a large job are millions of objects.
         """
+        planner = cast(DefaultSavePlanner, self._planner)
         planned: list[Planned] = []
         local: list[SavePlan] = []
 
-        @portable_errors(self._uri)
         def local_step() -> bytes:
             local.append(self._local_plan(notes_planning=False))
             return self._record_of(writer, local[0])
 
-        @portable_errors(self._uri)
         def global_step(plans: list[bytes]) -> list[tuple[list[int], int, Shared]]:
-            number = save_plan.new_number()
+            number, heads = save_plan.new_number(), Heads()
             with paused_gc():
-                of_all, parts, shared = self._planned_together(writer, plans)
+                of_all, parts, shared = plan_together(
+                    [Record.parse(one, self._uri, known=heads) for one in plans],
+                    to_lowest_rank=planner.dedup_save_to_lowest_rank,
+                    compares=writer.config.replicas != "trust",
+                    uri=self._uri,
+                )
             planned.append(of_all)
             return [(part, number, own) for part, own in zip(parts, shared, strict=True)]
 
-        part, number, shared = self._ranks.reduce_scatter("plan", local_step, global_step)
+        part, number, shared = self._meeting.divided_by_first(
+            "plan", local_step, global_step, self._uri
+        )
         [plan] = local
         with paused_gc():
             sets = [(weight, [plan.items[one] for one in numbers]) for weight, numbers in shared]
@@ -330,23 +333,6 @@ class SaveLoop:
                 uri=self._uri,
             ) from exc
 
-    def _planned_together(
-        self, writer: CloudStorageWriter, plans: list[bytes]
-    ) -> tuple[Planned, list[list[int]], list[Shared]]:
-        """Returns the plan of all ranks, and each rank's part and items in common with others.
-
-        Raises:
-            IncompleteSaveError: If the ranks' parts of a tensor do not fill it.
-            KeyCollisionError: If ranks have different types or shapes under one name.
-        """
-        heads = Heads()
-        records = [Record.parse(one, self._uri, known=heads) for one in plans]
-        lowest = cast(DefaultSavePlanner, self._planner).dedup_save_to_lowest_rank
-        made = plan_together(records, to_lowest_rank=lowest, uri=self._uri)
-        if writer.config.replicas == "trust":
-            return *made[:2], [[]] * len(records)
-        return made
-
     def _pending(self, writer: CloudStorageWriter, plan: KnownPlan, compared: int) -> Pending:
         """Returns what the saving process is to store if this trainer ends before the commit.
 
@@ -361,8 +347,8 @@ class SaveLoop:
         assert plan.record is not None
         return Pending(
             save=f"{plan.number:x}.{plan.saves}",
-            rank=self._ranks.rank,
-            ranks=1 if self._group is None else dist.get_world_size(self._group),
+            rank=self._meeting.rank,
+            ranks=self._meeting.size,
             job="" if hook is None else hook.claimed_by,
             attempt=writer.attempt,
             plan=plan.record,
