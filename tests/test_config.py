@@ -128,7 +128,7 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (S3Options, {"anonymous": True, "profile": "work"}, "anonymous"),
         (S3Options, {"anonymous": True, "requester_pays": True}, "anonymous"),
         (BackgroundOptions, {"when_busy": "queue"}, "'wait', 'skip' or 'auto'"),
-        (BackgroundOptions, {"patience": 0.0}, "seconds"),
+        (BackgroundOptions, {"patience": 0.0}, "0.001 to 86400"),
         (AzureOptions, {"access_tier": "Archive"}, "can't be loaded"),
         (AzureOptions, {"access_tier": " Cool"}, "access_tier=' Cool'"),
         (AzureOptions, {"access_tier": "Cool\r\nx-ms-tags: a"}, "access_tier"),

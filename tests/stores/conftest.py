@@ -289,9 +289,13 @@ def tls_of(tls_context, monkeypatch):
 @pytest.fixture
 def open_client(opened, authority):
     """Opens clients, which trust the servers here."""
-    limits = {"connect_timeout": 10.0, "read_timeout": 30.0, "stall_timeout": 30.0}
-    usual = {"connections": 4, "ca_bundle": authority.bundle, **limits}
-    return lambda **changes: opened(HttpClient(HttpOptions(**{**usual, **changes})))
+    usual = {"connect_timeout": 10.0, "read_timeout": 30.0, "stall_timeout": 30.0}
+
+    def open_one(*, proxy=None, ca_bundle=authority.bundle, **limits):
+        config = Config(connections=4, **{**usual, **limits})
+        return opened(HttpClient(HttpOptions(config=config, proxy=proxy, ca_bundle=ca_bundle)))
+
+    return open_one
 
 
 # stores, which are closed at the end of the test

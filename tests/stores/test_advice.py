@@ -108,6 +108,6 @@ def test_a_signature_is_sent_to_the_configured_account_only(
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", configured)
     host = f"{named}.blob.core.windows.net"
     store = AzureStore("container", Config(), host, f"az://{named}/container")
-    source = store._access.credentials.current
+    source = store.access.credentials.current
     assert isinstance(source, Secret) is is_sent
     store.close()

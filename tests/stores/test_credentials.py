@@ -306,9 +306,9 @@ def test_no_store_shows_what_it_holds(azure_key, google_files, tls_server, opene
     config = CONFIGS[root](tls_server.url)
     kinds = {"s3://bucket": S3Store, "gs://bucket": GCSStore, "az://container": AzureStore}
     store = opened(kinds[root](root.rpartition("/")[2], config))
-    texts = [repr(store), repr(vars(store)), repr(store._access), repr(vars(store._access))]
-    texts += [repr(store._credentials), repr(vars(store._credentials)), repr(config)]
-    texts += [repr(store._credentials.current)]
+    texts = [repr(store), repr(vars(store)), repr(store.access), repr(vars(store.access))]
+    texts += [repr(store.access.credentials), repr(vars(store.access.credentials)), repr(config)]
+    texts += [repr(store.access.credentials.current)]
     writer = cloudckpt.CloudStorageWriter(f"{root}/run", config=config)
     texts.append(pickle.dumps(writer).decode("latin-1"))
     assert_hidden(texts, AZURE_KEY, SECRET)

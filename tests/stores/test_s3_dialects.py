@@ -69,7 +69,7 @@ EXPRESS_BUCKET = "fast--usw2-az1--x-s3"
 )
 def test_a_store_is_known_by_its_endpoint(open_s3, endpoint, name):
     store = open_s3(endpoint_url=endpoint)
-    assert store._access.dialect is DIALECTS[name]
+    assert store.access.dialect is DIALECTS[name]
     assert store.capabilities.conditional_writes is DIALECTS[name].conditional_writes
     assert store.capabilities.verifies is DIALECTS[name].verifies_checksums
 
@@ -79,7 +79,7 @@ def test_the_user_may_say_whose_store_it_is_which_proves_no_conditions(open_s3, 
     assert name in get_args(get_type_hints(S3Options)["dialect"])
     options = {"endpoint_url": "http://store.example", "region": "us-east-1"}
     store, like_express = open_s3(dialect=name, **options), open_s3(EXPRESS_BUCKET, **options)
-    assert store._access.dialect is DIALECTS[name]
+    assert store.access.dialect is DIALECTS[name]
     for found in (store.capabilities, like_express.capabilities):
         known = (found.conditional_writes, found.conditional_deletes, found.create_only)
         assert not any(known)
@@ -99,7 +99,7 @@ def test_a_directory_bucket_is_known_by_its_name():
     ],
 )
 def test_a_bucket_is_addressed_as_its_vendor_demands(open_s3, endpoint, given, url):
-    assert open_s3(endpoint_url=endpoint, addressing_style=given).route().url == url
+    assert open_s3(endpoint_url=endpoint, addressing_style=given).access.url == url
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,6 @@ MIB = 1024 * 1024
 GIB = 1024 * MIB
 
 _LONGEST_WAIT = 86_400
-_A_WAIT = f"more than 0, and at most {_LONGEST_WAIT} seconds"
 _UNITS = {"": 1, "b": 1, "kib": 1024, "mib": MIB, "gib": GIB}
 _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
@@ -58,8 +57,8 @@ def option(default: T, doc: str, least: float = -math.inf, most: float = math.in
 
 
 def timeout(default: float, doc: str) -> float:
-    """Declares a field in seconds: above 0, and at most a day, so that every wait ends."""
-    return option(default, doc, least=math.ulp(0), most=_LONGEST_WAIT)
+    """Declares a field in seconds: from a millisecond to a day, so that every wait ends."""
+    return option(default, doc, least=0.001, most=_LONGEST_WAIT)
 
 
 @dataclass(eq=False)
@@ -128,8 +127,8 @@ class _Option:
         if of in (int, float):
             size = _size if kind == Bytes else str
             limits = f"{size(self.least)} to {size(self.most)}"
-            if self.most in (math.inf, _LONGEST_WAIT):
-                limits = "at least " + size(self.least) if self.most == math.inf else _A_WAIT
+            if self.most == math.inf:
+                limits = f"at least {size(self.least)}"
             require(self.least <= value <= self.most, f"{shown}: write {limits}")
         return value
 

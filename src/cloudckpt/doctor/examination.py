@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.doctor import surroundings
-from cloudckpt.doctor.findings import Checks, Finding, Test, failed, failed_by, ok, skipped, warning
+from cloudckpt.doctor.findings import Checks, Finding, Test, failed, ok, skipped
 from cloudckpt.doctor.trials import NEEDS, Trials
-from cloudckpt.errors import ConfigError, InvalidURIError
+from cloudckpt.errors import ConfigError
 from cloudckpt.stores.base import ObjectStore
+from cloudckpt.stores.http.client import HttpClient
 from cloudckpt.stores.registry import checkpoint_location, open_store
 from cloudckpt.stores.rest import RestStore
 from cloudckpt.transfer.retry import Retrier
@@ -48,21 +49,15 @@ def examine(
         The findings, in the order of the checks.
 
     Raises:
-        ConfigError: If ``size`` or ``patience`` is out of range.
+        ConfigError: If ``size``, ``patience`` or an option is not valid.
+        InvalidURIError: If ``location`` is not a valid location.
     """
     if not 1 <= size <= _LARGEST:
         raise ConfigError(f"size={size}: write a number of bytes from 1 to 1 GiB")
     if patience <= 0:
         raise ConfigError(f"patience={patience}: write more than 0 seconds")
+    uri, config = checkpoint_location(location), config_or_default(config)
     checks = Checks(tell, patience)
-    check = "location"
-    try:
-        uri = checkpoint_location(location)
-        check = "options"
-        config = config_or_default(config)
-    except (InvalidURIError, ConfigError) as error:
-        checks.add(check, failed_by(error))
-        return checks.findings
     checks.add("location", ok(f"{uri}", values={"scheme": uri.scheme}))
     store = _connected(checks, uri, config)
     if store is not None and not checks.hopeless:
@@ -91,19 +86,18 @@ def _connected(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStor
     if not isinstance(store, RestStore):
         checks.add("endpoint", ok("none: the location is on this machine"))
         return store
-    route = store.route()
-    checks.run("endpoint", lambda retrier: surroundings.endpoint(route))
-    connection = surroundings.Connection(route)
+    access = store.access
+    checks.run("endpoint", lambda retrier: surroundings.endpoint(access))
+    http = HttpClient(access.http_options)
     try:
         checks.run(
             "connection",
-            lambda retrier: retrier.call(connection.test),
+            lambda retrier: retrier.call(lambda: surroundings.connection(access, http)),
             is_vital=True,
-            interrupt=connection.interrupt,
+            interrupt=http.interrupt,
         )
-        checks.run("clock", lambda retrier: connection.clock())
     finally:
-        connection.close()
+        http.close()
     return store
 
 
@@ -120,23 +114,16 @@ def _run_trials(
         "multipart": trials.multipart,
         "speed": trials.speed,
     }
-    before = store.route().region if isinstance(store, RestStore) else ""
     try:
         for name, call in (reading if read_only else writing).items():
             if checks.hopeless:
                 checks.add(name, skipped("not tried, because of the failure above"))
                 continue
             needs = NEEDS.get(name, NEEDS["write"]).get(uri.scheme, "")
-            is_first = name == "list"
-            checks.run(name, call, needs=needs, is_vital=is_first, interrupt=store.interrupt)
-            if is_first and isinstance(store, RestStore) and store.route().region != before:
-                there = store.route().region
-                found = f"the bucket is in {there}, not in {before or 'the default region'}"
-                checks.add(
-                    "region", warning(found, f"set AWS_REGION={there}", values={"region": there})
-                )
+            is_vital = name == "list"
+            checks.run(name, call, needs=needs, is_vital=is_vital, interrupt=store.interrupt)
     finally:
-        if trials.has_written:
+        if trials.keys:
             try:
                 checks.add("clean-up", trials.clean())
             except BaseException:  # a second interrupt

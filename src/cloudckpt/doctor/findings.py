@@ -22,18 +22,7 @@ from cloudckpt.stores.redaction import masked, reason
 from cloudckpt.transfer.group import Cancellation
 from cloudckpt.transfer.retry import Retrier
 
-__all__ = [
-    "Checks",
-    "Finding",
-    "Test",
-    "Outcome",
-    "Values",
-    "failed",
-    "failed_by",
-    "ok",
-    "skipped",
-    "warning",
-]
+__all__ = ["Checks", "Finding", "Test", "Values", "failed", "ok", "skipped", "warning"]
 
 Outcome = Literal["ok", "warning", "failed", "skipped"]
 Values = Mapping[str, str | float | None]
@@ -84,7 +73,7 @@ def failed(found: str, advice: str, values: Values | None = None) -> Finding:
     return Finding(outcome="failed", found=found, advice=advice, values=values or {})
 
 
-def failed_by(error: CloudCheckpointError, needs: str = "") -> Finding:
+def _failed_by(error: CloudCheckpointError, needs: str = "") -> Finding:
     """Returns the finding for an error; `needs` is the permission that the check requires."""
     is_denied = needs and isinstance(error, AccessDeniedError)
     return failed(str(error), f"grant {needs}" if is_denied else _REPORTED)
@@ -128,8 +117,8 @@ class Checks:
         needs: str = "",
         is_vital: bool = False,
         interrupt: Callable[[Collection[int]], None] = lambda threads: None,
-    ) -> Finding:
-        """Runs one check in a thread; returns and reports its finding.
+    ) -> None:
+        """Runs one check in a thread, and reports its finding.
 
         Args:
             check: The name of the check.
@@ -148,7 +137,7 @@ class Checks:
             except CloudCheckpointError as error:
                 is_lost = is_vital and isinstance(error, ConnectionLostError)
                 self.hopeless = self.hopeless or is_lost or isinstance(error, _HOPELESS)
-                found.append(failed_by(error, needs))
+                found.append(_failed_by(error, needs))
             except Exception as exc:  # noqa: BLE001 - one defect must not hide the other findings
                 found.append(failed(reason(exc), "this is a bug in cloudckpt: please report it"))
 
@@ -171,9 +160,9 @@ class Checks:
             )
         else:
             [finding] = found
-        return self.add(check, finding, seconds=time.monotonic() - began)
+        self.add(check, finding, seconds=time.monotonic() - began)
 
-    def add(self, check: str, finding: Finding, *, seconds: float = 0.0) -> Finding:
+    def add(self, check: str, finding: Finding, *, seconds: float = 0.0) -> None:
         """Redacts, keeps and reports the finding of a check."""
         finding = dataclasses.replace(
             finding,
@@ -184,4 +173,3 @@ class Checks:
         )
         self.findings.append(finding)
         self._tell(finding)
-        return finding

@@ -10,7 +10,7 @@ from functools import partial
 
 from cloudckpt.checkpoint.commit import honours_conditions
 from cloudckpt.checkpoint.objects import probe_name
-from cloudckpt.config import Config, RetryPolicy
+from cloudckpt.config import MIB, Config, RetryPolicy
 from cloudckpt.doctor.findings import Finding, Values, failed, ok, skipped, warning
 from cloudckpt.errors import AccessDeniedError, ConnectionLostError, ObjectNotFoundError, StoreError
 from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
@@ -23,7 +23,6 @@ from cloudckpt.uri import CheckpointURI
 __all__ = ["NEEDS", "Trials"]
 
 _BYTES = 4096  # size of a small test object
-_MIB = 1024 * 1024
 _CLEANUP = RetryPolicy(attempts=8, base=0.2, cap=2.0, deadline=30.0)
 
 _WRONG = "do not save there: bypass proxies on the way, or use another store or a newer version"
@@ -54,6 +53,9 @@ class Trials:
     """Checks in one bucket that do what saves and loads do.
 
     Each check writes its own objects, so that a failed check does not affect the others.
+
+    Attributes:
+        keys: The keys of the test objects that may have been written.
     """
 
     def __init__(self, store: ObjectStore, uri: CheckpointURI, config: Config, size: int) -> None:
@@ -66,14 +68,19 @@ class Trials:
         self._start = uri.key(probe_name("doctor", random_suffix()))
         self._content = os.urandom(_BYTES)
         self._written: str | None = None  # the key of an object to read
-        self._keys: list[str] = []
+        self.keys: list[str] = []
         self._uploads: list[Upload] = []
         self._folders = _missing_folders(uri)
 
     def list(self, retrier: Retrier) -> Finding:
-        """Checks that the location can be listed."""
-        found = retrier.call(self._first)
-        return ok("the location can be listed" + ("" if found else "; it is empty"))
+        """Checks that the location can be listed, and in which region the bucket is."""
+        before = self._region
+        first = retrier.call(self._first)
+        found = "the location can be listed" + ("" if first else "; it is empty")
+        if self._region != before:
+            found += f"; the bucket is in {self._region}, not in {before or 'the default region'}"
+            return warning(found, f"set AWS_REGION={self._region}", {"region": self._region})
+        return ok(found)
 
     def write(self, retrier: Retrier) -> Finding:
         """Checks that an object can be written in one request."""
@@ -108,7 +115,7 @@ class Trials:
         return ok("an object was read, as a whole and by a range")
 
     def conditions(self, retrier: Retrier) -> Finding:
-        """Checks that writes and deletions are refused if their condition does not hold."""
+        """Checks that writes are refused if their condition does not hold."""
         store, key = self._store, self._key("conditions")
         self._put(retrier, key)
         if not honours_conditions(store, key, self._content, retrier):
@@ -122,14 +129,7 @@ class Trials:
                 "use a newer version of the store; or, if one job at a time writes to a location, "
                 "set CLOUDCKPT_CONDITIONAL_WRITES=off",
             )
-        found = "conditional writes work: of two concurrent writers, one commits"
-        if store.capabilities.conditional_deletes:
-            return ok(f"{found}; conditional deletions are documented")
-        return warning(
-            f"{found}; conditional deletions are not documented for this store, so an object is "
-            "checked before it is deleted",
-            "do not delete a checkpoint while another job saves to the same location",
-        )
+        return ok("conditional writes work: of two concurrent writers, one commits")
 
     def checksums(self, retrier: Retrier) -> Finding:
         """Checks that the store refuses a write with a wrong checksum."""
@@ -182,34 +182,18 @@ class Trials:
 
     def speed(self, retrier: Retrier) -> Finding:
         """Measures the speed of an upload and a download over one connection."""
-        store, sums = self._store, self._store.capabilities.checksum
-        block = os.urandom(min(self._size, _MIB))
-        body = [memoryview(block)] * (self._size // len(block))
-        nbytes = len(body) * len(block)
-        checksum = sums.combine([(sums.of(block), len(block))] * len(body))
-        alone, memory = creates_only(store, self._config), [memoryview(bytearray(nbytes))]
-
-        def send() -> tuple[str, float]:
-            key = self._key(f"speed{random_suffix()}")  # a new key for each try
-            return key, _seconds(lambda: store.put(key, body, checksum=checksum, if_absent=alone))
-
-        key, up = retrier.call(send)
-        down = retrier.call(lambda: _seconds(lambda: store.get_range(key, 0, memory)))
-        rates = {"up": nbytes / up, "down": nbytes / down}
+        key, content = self._key("speed"), os.urandom(self._size)
+        up = _seconds(lambda: self._put(retrier, key, content))
+        memory = [memoryview(bytearray(len(content)))]
+        down = _seconds(lambda: retrier.call(lambda: self._store.get_range(key, 0, memory)))
+        rates = {"up": len(content) / up, "down": len(content) / down}
         texts = [f"{rate / 1e6:,.1f} MB/s {way}" for way, rate in rates.items()]
-        return ok(
-            f"{', '.join(texts)} over one connection, with {nbytes / _MIB:g} MiB", values=rates
-        )
+        return ok(f"{', '.join(texts)} over one connection, with {len(content) / MIB:g} MiB", rates)
 
     @property
     def start(self) -> str:
         """The prefix of the URIs of all test objects."""
         return self._store.uri(self._start)
-
-    @property
-    def has_written(self) -> bool:
-        """Whether test objects may need to be deleted."""
-        return bool(self._keys)
 
     def clean(self) -> Finding:
         """Deletes all test objects and uploads; reports those that are left."""
@@ -222,7 +206,7 @@ class Trials:
                 continue
             except StoreError as error:
                 left[f"{upload.key} (an unfinished upload)"] = error
-        left |= delete_each(store, self._keys, _CLEANUP, threads=4)
+        left |= delete_each(store, self.keys, _CLEANUP, threads=4)
         # objects that arrived late, and uploads whose id was lost
         with contextlib.suppress(Exception):
             for found in store.list(self._start):
@@ -241,6 +225,11 @@ class Trials:
             f"delete the objects that begin with {self.start} yourself",
         )
 
+    @property
+    def _region(self) -> str:
+        """The region of the bucket, as far as it is known; empty where there are none."""
+        return self._store.access.region if isinstance(self._store, RestStore) else ""
+
     def _first(self) -> ObjectInfo | None:
         """Returns the first object of a listing; None if the location is empty."""
         return next(iter(self._store.list(self._uri.key(""))), None)
@@ -248,13 +237,13 @@ class Trials:
     def _key(self, name: str) -> str:
         """Returns the key of a new test object, and records that it must be deleted."""
         key = f"{self._start}.{name}"
-        self._keys.append(key)
+        self.keys.append(key)
         return key
 
-    def _put(self, retrier: Retrier, key: str) -> None:
+    def _put(self, retrier: Retrier, key: str, content: bytes | None = None) -> None:
         """Writes a test object as saves do: some policies demand a condition on every write."""
-        alone = creates_only(self._store, self._config)
-        put_whole(self._store, key, memoryview(self._content), retrier, if_absent=alone)
+        data, alone = memoryview(content or self._content), creates_only(self._store, self._config)
+        put_whole(self._store, key, data, retrier, if_absent=alone)
 
 
 def _seconds(call: Callable[[], object]) -> float:

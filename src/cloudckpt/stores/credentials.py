@@ -20,7 +20,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Body
 from cloudckpt.stores.http.failures import lasting_tls_failure
-from cloudckpt.stores.http.options import HttpOptions, Route
+from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.redaction import raise_without_context, reason
 
 __all__ = [
@@ -263,13 +263,13 @@ class Access(ABC):
 
     Attributes:
         url: The URL of the bucket.
-        endpoint_from: The setting that supplied the endpoint.
+        region: The region that requests are signed for; empty where the cloud has none.
         http_options: The options of connections to it.
         credentials: The credentials that authorize requests.
     """
 
     url: str
-    endpoint_from: str
+    region: str = ""
     http_options: HttpOptions
     credentials: Credentials
 
@@ -286,10 +286,6 @@ class Access(ABC):
             body: The bytes to send.
             issued: The credentials to sign with.
         """
-
-    def route(self) -> Route:
-        """Returns the bucket's URL, and the settings that it comes from."""
-        return Route(url=self.url, endpoint_from=self.endpoint_from, http=self.http_options)
 
 
 _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")

@@ -97,6 +97,7 @@ class RestStore(ObjectStore):
     store accepted them before, the refusal is raised as a transient error.
 
     Attributes:
+        access: The endpoint and credentials of the bucket.
         metadata_prefix: The prefix of the headers that carry an object's metadata.
         version_header: The header that carries an object's version.
         renewable: The error classes after which other credentials may help.
@@ -104,6 +105,7 @@ class RestStore(ObjectStore):
             public identifiers.
     """
 
+    access: Access
     metadata_prefix: str
     version_header = "ETag"
     renewable: tuple[type[StoreError], ...] = (CredentialsError,)
@@ -111,10 +113,8 @@ class RestStore(ObjectStore):
 
     def __init__(self, root: str, access: Access) -> None:
         self.root = root
-        self.route = access.route
+        self.access = access
         self._http = HttpClient(access.http_options)
-        self._credentials = access.credentials
-        self._authorize = access.authorize
         self._busy_until = 0.0  # by the monotonic clock
         self._knows_expect = True
         self._sends_versions = False
@@ -225,7 +225,7 @@ class RestStore(ObjectStore):
                             raise
                         stack.close()
                         seen.add(type(refused))
-                self._credentials.have_worked = True
+                self.access.credentials.have_worked = True
                 with reading(uri):
                     yield reply
         except CloudCheckpointError as error:
@@ -234,7 +234,7 @@ class RestStore(ObjectStore):
             if error.uri is None:
                 error.uri = uri
             conceal(error, signed.secrets[self.public_secrets :] if signed else ())
-            may_be_renewed = self._credentials.have_worked and signed and signed.secrets
+            may_be_renewed = self.access.credentials.have_worked and signed and signed.secrets
             if may_be_renewed and type(error) is CredentialsError and error.status:
                 raise _expired(error) from error
             raise
@@ -263,9 +263,9 @@ class RestStore(ObjectStore):
         size, given = sum(map(len, body)), dict(headers)
         if body or method in ("PUT", "POST"):
             given = {"Content-Length": str(size), **given}
-        issued = self._credentials.get()
+        issued = self.access.credentials.get()
         try:
-            url, headers = self._authorize(method, url, given, body, issued)
+            url, headers = self.access.authorize(method, url, given, body, issued)
         except StoreError as error:
             error.certain = True  # nothing was sent
             raise
@@ -296,7 +296,7 @@ class RestStore(ObjectStore):
             return True
         if not signed.secrets or not isinstance(refused, self.renewable):
             return False
-        return self._credentials.renew(signed.source, signed.secrets)
+        return self.access.credentials.renew(signed.source, signed.secrets)
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
         for objects, _ in self._pages(prefix, "", retry):
@@ -470,7 +470,7 @@ class RestStore(ObjectStore):
         Raises:
             StoreError: If they can't be fetched.
         """
-        return self._credentials.get().source.origin()
+        return self.access.credentials.get().source.origin()
 
     def interrupt(self, threads: Collection[int]) -> None:
         self._http.interrupt(threads)

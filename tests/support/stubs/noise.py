@@ -13,6 +13,7 @@ import ssl
 import sys
 import threading
 
+from cloudckpt import Config
 from cloudckpt.errors import ConnectionLostError, TLSError
 from cloudckpt.stores.http import native_tls
 from cloudckpt.stores.http.client import HttpClient
@@ -108,10 +109,7 @@ def main(bundle, certificate, native, rounds):
     threading.Thread(target=spoil, args=(wire, server.getsockname(), 1), daemon=True).start()
     client = HttpClient(
         HttpOptions(
-            connections=1,
-            connect_timeout=2.0,
-            read_timeout=2.0,
-            stall_timeout=1.0,
+            config=Config(connect_timeout=2.0, read_timeout=2.0, stall_timeout=1.0),
             ca_bundle=bundle,
         )
     )

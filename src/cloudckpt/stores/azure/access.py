@@ -36,7 +36,7 @@ from cloudckpt.stores.credentials import (
     SharedCall,
     fetch_error,
 )
-from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
+from cloudckpt.stores.http.options import HttpOptions, first_set
 from cloudckpt.stores.redaction import excerpt, raise_without_context
 from cloudckpt.stores.rest import iso_date
 
@@ -109,11 +109,6 @@ class ContainerAccess(Access):
         endpoint, account = _locate(host, config, _from_environment(container, uri), uri)
         self.container, self._endpoint = container, endpoint
         self.url = f"{endpoint}/{quote(container)}"
-        self.endpoint_from = (
-            ("the URI" if host else "")
-            or named_by(config.azure, "endpoint_url")
-            or first_set(_CONNECTION, *_ACCOUNT)
-        )
         parts = urlsplit(endpoint)
         self.is_azure = _is_azure(parts.hostname)
         self.http_options = HttpOptions.of_environment(config, endpoint)

@@ -63,6 +63,7 @@ _NUMBER = len(f"{_MAX_BLOCKS}")
 class AzureStore(RestStore):
     """A container of a storage account, or of Azurite."""
 
+    access: ContainerAccess
     metadata_prefix = "x-ms-meta-"
 
     def __init__(self, container: str, config: Config, host: str = "", root: str = "") -> None:
@@ -74,10 +75,10 @@ class AzureStore(RestStore):
             host: The blob endpoint in the URI; empty if the URI has none.
             root: The container's URI for messages; by default ``az://container``.
         """
-        self._access = ContainerAccess(container, host, config, root or f"az://{container}")
-        super().__init__(root or f"az://{container}", self._access)
+        self.access = ContainerAccess(container, host, config, root or f"az://{container}")
+        super().__init__(root or f"az://{container}", self.access)
         options = config.azure
-        is_azure = self._access.is_azure
+        is_azure = self.access.is_azure
         self._checksums = is_azure if config.checksum == "auto" else config.checksum == "on"
         self.capabilities = Capabilities(
             conditional_writes=is_azure or None,
@@ -147,7 +148,7 @@ class AzureStore(RestStore):
         return ObjectInfo(upload.key, size, self.tag_of(tag, upload.key))
 
     def copies_from(self, source: ObjectStore) -> bool:
-        return isinstance(source, AzureStore) and self._access.reaches(source._access)
+        return isinstance(source, AzureStore) and self.access.reaches(source.access)
 
     def copy(
         self,
@@ -204,7 +205,7 @@ class AzureStore(RestStore):
         headers: Mapping[str, str],
     ) -> tuple[Mapping[str, str], int | None]:
         """Requests a copy; returns the headers of the response, and the checksum in them."""
-        origin, authorization = source._access.as_source(found.key)
+        origin, authorization = source.access.as_source(found.key)
         wanted = {
             **headers,
             "x-ms-copy-source": origin,
@@ -291,7 +292,7 @@ class AzureStore(RestStore):
             "marker": marks[0] if marks else "",
         }
         given = {name: value for name, value in query.items() if value}
-        url = f"{self._access.url}?{encode_query(given)}"
+        url = f"{self.access.url}?{encode_query(given)}"
         with self.exchange("GET", url, {}, key=prefix) as reply:
             page = unqualified(reply.read_all(), "EnumerationResults")
             blobs, folders = list[ObjectInfo](), list[str]()
@@ -327,7 +328,7 @@ class AzureStore(RestStore):
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         check_blob(self.root, key)
-        url = f"{self._access.url}/{quote(key, safe=UNRESERVED)}"
+        url = f"{self.access.url}/{quote(key, safe=UNRESERVED)}"
         return f"{url}?{encode_query(query)}" if query else url
 
     def failure(
@@ -347,7 +348,7 @@ class AzureStore(RestStore):
         # Some refusals of an invalid signature have the code of a missing permission: all of them
         # in Azurite, in Azure those after a stored policy was replaced. Looking the credentials up
         # again costs little.
-        is_given = isinstance(self._access.credentials.current, Secret)
+        is_given = isinstance(self.access.credentials.current, Secret)
         return (CredentialsError, AccessDeniedError) if is_given else (CredentialsError,)
 
     def _checksum(self, crc64: int) -> dict[str, str]:

@@ -34,7 +34,7 @@ from cloudckpt.stores.credentials import (
     fetch_error,
 )
 from cloudckpt.stores.http.failures import causes
-from cloudckpt.stores.http.options import HttpOptions, first_set, named_by
+from cloudckpt.stores.http.options import HttpOptions, first_set
 from cloudckpt.stores.redaction import excerpt, raise_without_context
 from cloudckpt.stores.refusals import kind_of
 
@@ -69,11 +69,6 @@ class BucketAccess(Access):
         self.url = f"{self.endpoint}/{quote(bucket, safe='')}"
         host = self.endpoint.split("/")[2].partition(":")[0]
         self.is_google = is_trusted and host.endswith(f".{_universe()}")
-        self.endpoint_from = (
-            named_by(config.gcs, "endpoint_url")
-            or first_set("STORAGE_EMULATOR_HOST", "GOOGLE_CLOUD_UNIVERSE_DOMAIN")
-            or "the default, Google's endpoint"
-        )
         self.http_options = HttpOptions.of_environment(config, self.endpoint)
         self._payer: dict[str, str] = {}
         if config.gcs.user_project is not None:

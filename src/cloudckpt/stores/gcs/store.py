@@ -72,6 +72,7 @@ _COMPRESSED = re.compile(r"\b(br|compress|deflate|gzip|zstd)\b", re.IGNORECASE)
 class GCSStore(XmlStore):
     """A bucket of Google Cloud Storage, or of an emulator."""
 
+    access: BucketAccess
     metadata_prefix = "x-goog-meta-"
     version_header = "x-goog-generation"
 
@@ -82,13 +83,13 @@ class GCSStore(XmlStore):
             "Content-Type": "application/octet-stream",
             **creation_headers(options),
         }
-        self._access = BucketAccess(bucket, config, root)
-        super().__init__(root, self._access)
-        endpoint, is_google = self._access.endpoint, self._access.is_google
+        self.access = BucketAccess(bucket, config, root)
+        super().__init__(root, self.access)
+        endpoint, is_google = self.access.endpoint, self.access.is_google
         checksums = is_google if config.checksum == "auto" else config.checksum == "on"
         self._options, self._checksums, self._endpoint = options, checksums, endpoint
         self._path = f"/storage/v1/b/{quote(bucket, safe='')}/o"  # of the JSON API
-        self.bucket_url = self._access.url  # of the XML API
+        self.bucket_url = self.access.url  # of the XML API
         self._tokens: dict[tuple[object, ...], str] = {}  # the rewrite tokens of copies under way
         self.capabilities = Capabilities(
             conditional_writes=is_google or None,
@@ -166,7 +167,7 @@ class GCSStore(XmlStore):
         )
 
     def copies_from(self, source: ObjectStore) -> bool:
-        return isinstance(source, GCSStore) and self._access.shares_realm(source._access)
+        return isinstance(source, GCSStore) and self.access.shares_realm(source.access)
 
     def copy(
         self,
@@ -301,7 +302,7 @@ class GCSStore(XmlStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        is_google = self._access.is_google
+        is_google = self.access.is_google
         return from_answer(status, headers, body, action, uri, is_google=is_google)
 
 

@@ -295,15 +295,16 @@ class HttpClient:
     def __init__(self, options: HttpOptions) -> None:
         for name in ("urllib3.connection", "urllib3.connectionpool"):
             logging.getLogger(name).addFilter(_hide_signatures)
-        self._watch = Watch(options.stall_timeout)
+        self._watch = Watch(options.config.stall_timeout)
         self._calls: dict[int, Call] = {}
         self._traffic = Traffic()
         self._options = options
-        self._timeout = urllib3.Timeout(connect=options.connect_timeout, read=options.read_timeout)
+        self._config = config = options.config
+        self._timeout = urllib3.Timeout(connect=config.connect_timeout, read=config.read_timeout)
         self._manager = self._new_manager(options)
 
     def _new_manager(self, options: HttpOptions) -> urllib3.PoolManager:
-        settings: dict[str, Any] = {"maxsize": options.connections, "num_pools": 8}
+        settings: dict[str, Any] = {"maxsize": self._config.most_connections, "num_pools": 8}
         settings["socket_options"] = _socket_options()
         settings["cert_reqs"] = "CERT_REQUIRED"
         if options.proxy is None:
@@ -315,7 +316,7 @@ class HttpClient:
                 user = base64.b64encode(unquote_to_bytes(proxy.auth)).decode("ascii")
                 headers = {"proxy-authorization": f"Basic {user}"}
             manager = urllib3.ProxyManager(proxy.url, proxy_headers=headers, **settings)
-        limit = _CONNECTING * options.connect_timeout
+        limit = _CONNECTING * self._config.connect_timeout
         manager.pool_classes_by_scheme = pool_classes(
             self._calls, limit, Contexts(options), self._watch
         )
@@ -356,10 +357,10 @@ class HttpClient:
                     certain=True,
                 )
         headers = {"User-Agent": _USER_AGENT, **headers}
-        options, thread = self._options, threading.get_ident()
-        limit, option = options.read_timeout, "read_timeout"
+        thread, limit = threading.get_ident(), self._config.read_timeout
+        longest, option = LONGER * limit, "read_timeout"
         if is_long:
-            limit, option = options.completion_timeout, f"{LONGER} times read_timeout"
+            limit, option = longest, f"{LONGER} times read_timeout"
         self._calls[thread] = Call(limit, option, asks_first=EXPECT.items() <= headers.items())
         try:
             try:
@@ -384,19 +385,16 @@ class HttpClient:
                     )
                 )
             except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
-                raise failure(exc, method, url, options.ca_bundle) from exc
+                raise failure(exc, method, url, self._options.ca_bundle) from exc
             connection: object = response.connection
-            if not isinstance(connection, WatchedConnection) or connection.raw_response is None:
-                raise TypeError(
-                    "urllib3 did not use the connection class of cloudckpt: install a "
-                    "supported version of urllib3"
-                )
+            assert isinstance(connection, WatchedConnection)
+            assert connection.raw_response is not None
             reply = Reply(
                 response,
                 connection.raw_response,
                 connection.raw_sock,
                 self._watch,
-                options.completion_timeout,
+                longest,
                 is_last=connection.is_spent,
             )
             try:

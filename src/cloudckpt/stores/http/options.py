@@ -1,7 +1,5 @@
 """The options of HTTP connections (limits, proxy, certificates), and the TLS contexts made from
 them.
-
-It also determines, for messages, which setting supplied an endpoint or a region.
 """
 
 from __future__ import annotations
@@ -10,17 +8,15 @@ import os
 import ssl
 import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 import urllib3
 import urllib3.exceptions
 import urllib3.util.ssl_
 
 from cloudckpt.config import Config
-from cloudckpt.config.options import Options
 from cloudckpt.stores.http.native_tls import LongReadTLSSocket
 
-__all__ = ["LONGER", "Contexts", "HttpOptions", "Route", "first_set", "named_by"]
+__all__ = ["LONGER", "Contexts", "HttpOptions", "first_set"]
 
 LONGER = 15
 """The response to a completion or a copy may begin as late as this many times ``read_timeout``."""
@@ -28,28 +24,19 @@ LONGER = 15
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """The options of HTTP connections; times in seconds, see :class:`cloudckpt.config.Config`."""
+    """The options of HTTP connections: the user's, and what the SDK of the store determines.
 
-    connections: int
-    connect_timeout: float
-    read_timeout: float
-    stall_timeout: float
-    completion_timeout: float = 900.0
+    Attributes:
+        config: The user's options.
+        proxy: The URL of the proxy; None for no proxy.
+        ca_bundle: The file or folder of CA certificates; None for the system's.
+        client_cert: The file of a client certificate and its key; None for no certificate.
+    """
+
+    config: Config
     proxy: str | None = field(default=None, repr=False)  # its URL may have a password
     ca_bundle: str | None = None
     client_cert: str | None = None
-
-    @classmethod
-    def of(cls, config: Config, **others: Any) -> HttpOptions:
-        """Returns the options from the user's configuration and the store's own settings."""
-        return cls(
-            connections=config.most_connections,
-            connect_timeout=config.connect_timeout,
-            read_timeout=config.read_timeout,
-            completion_timeout=LONGER * config.read_timeout,
-            stall_timeout=config.stall_timeout,
-            **others,
-        )
 
     @classmethod
     def of_environment(cls, config: Config, endpoint: str) -> HttpOptions:
@@ -61,41 +48,11 @@ class HttpOptions:
 
         found = requests.utils.get_environ_proxies(endpoint)
         bundle = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
-        return cls.of(
-            config,
+        return cls(
+            config=config,
             proxy=requests.utils.select_proxy(endpoint, found),
             ca_bundle=bundle or requests.utils.DEFAULT_CA_BUNDLE_PATH,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """The address of a bucket, and the settings that it comes from.
-
-    Attributes:
-        url: The URL of the bucket.
-        endpoint_from: The setting that supplied the endpoint, such as ``AWS_ENDPOINT_URL_S3``.
-        region: The region that requests are signed for; empty where the cloud has none.
-        region_from: The setting that supplied the region.
-        http: The options of connections.
-    """
-
-    url: str
-    endpoint_from: str
-    region: str = ""
-    region_from: str = ""
-    http: HttpOptions
-
-
-def named_by(options: Options, name: str) -> str:
-    """Returns the setting that supplied an option's value (variable or argument); else empty."""
-    value = getattr(options, name)
-    if value is None:
-        return ""
-    variable = f"{options.variables}{name.upper()}"
-    if os.environ.get(variable) == value:
-        return variable
-    return f"{type(options).__name__}({name}=…)"
 
 
 def first_set(*variables: str) -> str:

@@ -41,7 +41,6 @@ from cloudckpt.stores.credentials import (
     fetch_error,
 )
 from cloudckpt.stores.http.failures import causes
-from cloudckpt.stores.http.options import Route, first_set, named_by
 from cloudckpt.stores.redaction import raise_without_context
 from cloudckpt.stores.refusals import Refusal
 from cloudckpt.stores.s3.dialects import DIALECTS, S3Dialect, dialect_of
@@ -79,12 +78,9 @@ class BucketAccess(Access):
         base: The URL that keys are appended to, ending in a slash.
         bucket_url: The URL of the bucket, to which a query can be appended. This and ``base`` are
             the initial URLs; after a redirect to another region, `authorize` replaces them in
-            the URLs of requests.
-        credentials: The credentials that requests are signed with.
-        is_aws: Whether the endpoint is Amazon's own.
+            the URLs of requests, and ``url`` and ``region`` are the new ones.
         dialect: How the store differs from others with S3's API.
         is_at_vendor: Whether the dialect's documentation applies to the endpoint.
-        http_options: The options of connections to it.
     """
 
     def __init__(self, bucket: str, config: Config, uri: str) -> None:
@@ -104,9 +100,8 @@ class BucketAccess(Access):
             self.base, region = resolve(client, bucket)
             host = self.base.split("/")[2].partition(":")[0]
             suffix = amazon_suffix(core, host)
-            self.is_aws = suffix is not None
-            self.dialect = _dialect(options, bucket, host, is_amazon=self.is_aws)
-            self.is_at_vendor = self.dialect.is_at_vendor(host, is_amazon=self.is_aws)
+            self.dialect = _dialect(options, bucket, host, is_amazon=suffix is not None)
+            self.is_at_vendor = self.dialect.is_at_vendor(host, is_amazon=suffix is not None)
             style = self._addressing_style(options)
             if style is not None:
                 options = replace(options, addressing_style=style)
@@ -118,9 +113,9 @@ class BucketAccess(Access):
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
         self._endpoint = _Endpoint(self.bucket_url, region)
+        self.url, self.region = self._endpoint
         self._errors = partial(keys_error, uri=uri)
         self.credentials = Credentials(lambda: self._find(config, unused), self._errors)
-        self._has_moved = False
         self._moving = threading.Lock()
         # whether the profile wants all bodies signed, or none; None if it has no such setting
         self._signs: bool | None = (client.meta.config.s3 or {}).get("payload_signing_enabled")
@@ -151,30 +146,6 @@ class BucketAccess(Access):
         session = next_session()
         client = session_client(session, config, self.region)
         return Sessions(session, client, self.bucket, self._uri, self._errors)
-
-    @property
-    def region(self) -> str:
-        """The region that requests are signed for at the moment."""
-        return self._endpoint.region
-
-    def route(self) -> Route:
-        """Returns the bucket's URL and region, and the settings that they come from."""
-        options = self._options
-        endpoint = named_by(options, "endpoint_url") or first_set(
-            "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"
-        )
-        if self._uri.startswith("hf://"):
-            endpoint = "the scheme hf://"
-        region = named_by(options, "region") or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
-        profile = "the profile" if self._scoped.get("region") else "the default, that of boto3"
-        return Route(
-            url=self._endpoint.bucket_url,
-            endpoint_from=endpoint
-            or ("the default, that of boto3" if self.is_aws else "the profile"),
-            region=self.region,
-            region_from=region or profile,
-            http=self.http_options,
-        )
 
     def shares_realm(self, other: BucketAccess) -> bool:
         """Returns whether one request may involve both buckets: same S3 endpoint, zone and user."""
@@ -215,7 +186,7 @@ class BucketAccess(Access):
                 self._uri, region, used or "the default region", region,
             )  # fmt: skip
             self._endpoint = endpoint
-            self._has_moved = True
+            self.url, self.region = endpoint
             return True
 
     def authorize(
@@ -229,8 +200,7 @@ class BucketAccess(Access):
         HTTP/2 does not need it.
         """
         endpoint, (source, secrets) = self._endpoint, issued
-        if self._has_moved:
-            url = endpoint.bucket_url + url.removeprefix(self.bucket_url)
+        url = endpoint.bucket_url + url.removeprefix(self.bucket_url)
         if self._options.requester_pays:
             headers["x-amz-request-payer"] = "requester"
         if not secrets:

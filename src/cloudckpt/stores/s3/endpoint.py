@@ -164,8 +164,8 @@ def http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOpti
     certificate = meta.config.client_cert
     proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url) or {}
     ca_bundle = ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")
-    return HttpOptions.of(
-        config,
+    return HttpOptions(
+        config=config,
         proxy=proxies.get(urlsplit(meta.endpoint_url).scheme),
         ca_bundle=ca_bundle or get_cert_path(True),
         client_cert=certificate if isinstance(certificate, str) else None,

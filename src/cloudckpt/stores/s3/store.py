@@ -62,6 +62,7 @@ _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 class S3Store(XmlStore):
     """A bucket of S3 or of a store with its API, see :mod:`cloudckpt.stores.s3.dialects`."""
 
+    access: BucketAccess
     metadata_prefix = "x-amz-meta-"
     public_secrets = 1  # an access key's id is public, and may be a word such as a bucket's name
 
@@ -69,10 +70,10 @@ class S3Store(XmlStore):
         """Opens a bucket; `root` is its URI for messages, by default ``s3://bucket``."""
         root = root or f"s3://{bucket}"
         CheckpointURI.parse(root)
-        self._access = BucketAccess(bucket, config, root)
-        super().__init__(root, self._access)
-        self.bucket_url = self._access.bucket_url
-        options, dialect = config.s3, self._access.dialect
+        self.access = BucketAccess(bucket, config, root)
+        super().__init__(root, self.access)
+        self.bucket_url = self.access.bucket_url
+        options, dialect = config.s3, self.access.dialect
         if dialect is AWS and options.storage_class in _ARCHIVES:
             raise ConfigError(
                 f"storage_class={options.storage_class!r}: objects in it can't be loaded before "
@@ -82,19 +83,19 @@ class S3Store(XmlStore):
             )
         self._dialect = dialect
         # at other hosts, support of conditions is not documented
-        known = self._access.is_at_vendor or None
+        known = self.access.is_at_vendor or None
         self._checksums = (
             dialect.verifies_checksums if config.checksum == "auto" else config.checksum == "on"
         )
         self.capabilities = Capabilities(
             conditional_writes=dialect.conditional_writes and known,
-            conditional_deletes=bool(dialect.conditional_deletes) and self._access.is_at_vendor,
+            conditional_deletes=bool(dialect.conditional_deletes) and self.access.is_at_vendor,
             min_part_size=_MIN_PART,
             max_part_size=_MAX_PART,
             max_parts=_MAX_PARTS,
             max_put_size=_MAX_PART,
             verifies=self._checksums,
-            create_only=dialect.create_only and self._access.is_at_vendor,
+            create_only=dialect.create_only and self.access.is_at_vendor,
             max_copy_size=_MAX_PART,
             copies_parts=dialect.copies_parts,
             equal_parts=dialect.equal_parts,
@@ -151,7 +152,7 @@ class S3Store(XmlStore):
         return super().checksum_of(info)
 
     def copies_from(self, source: ObjectStore) -> bool:
-        return isinstance(source, S3Store) and self._access.shares_realm(source._access)
+        return isinstance(source, S3Store) and self.access.shares_realm(source.access)
 
     def copy(
         self,
@@ -258,10 +259,10 @@ class S3Store(XmlStore):
             return super().recover(refused, signed)
         if signed is None or refused.region is None:
             return False
-        return self._access.follow(refused.region, signed.url, signed.headers)
+        return self.access.follow(refused.region, signed.url, signed.headers)
 
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
-        url = self._access.base + quote(key, safe=UNRESERVED)
+        url = self.access.base + quote(key, safe=UNRESERVED)
         return f"{url}?{encode_query(query)}" if query else url
 
     def failure(
@@ -290,7 +291,7 @@ def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
 def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
     """Returns the headers that name a copy's source, by bucket name or access point ARN."""
     assert isinstance(source, S3Store)
-    bucket = source._access.bucket
+    bucket = source.access.bucket
     path = f"{bucket}/object/{found.key}" if bucket.startswith("arn:") else f"{bucket}/{found.key}"
     return {
         "x-amz-copy-source": quote(path, safe=UNRESERVED),
