@@ -167,7 +167,7 @@ def refusal(
     identity = " ".join(excerpt(headers[name]) for name in _REQUEST_IDS if headers.get(name))
     if identity:
         cause += f"; request {identity}"
-    certain = _is_certain(code, status, is_known=is_known)
+    certain = _is_certain(code, status, kind, is_known=is_known)
     error = kind(text, uri=uri, cause=cause, certain=certain)
     error.status = status or None
     if isinstance(error, errors.TransientStoreError):
@@ -208,13 +208,15 @@ def _find(table: Sequence[Meaning], code: str, status: int) -> Meaning | None:
     return None
 
 
-def _is_certain(code: str, status: int, *, is_known: bool) -> bool:
+def _is_certain(code: str, status: int, kind: type[StoreError], *, is_known: bool) -> bool:
     """Returns whether the response proves that the store itself did not carry out the request.
 
     A gateway that responds in the store's place may still have delivered the request: Envoy sends
     503 when its connection to the store breaks, possibly after the request was sent.
     """
     if not _CODE.fullmatch(code) or code.lower() in _TIMEOUTS:
+        return False
+    if status == 200 and kind is errors.ThrottledError:  # in the middle of the work
         return False
     return is_known or 300 <= status < 499  # 499 is sent by gateways, not by stores
 

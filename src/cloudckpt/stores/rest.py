@@ -100,6 +100,7 @@ class RestStore(ObjectStore):
         access: The endpoint and credentials of the bucket.
         metadata_prefix: The prefix of the headers that carry an object's metadata.
         version_header: The header that carries an object's version.
+        copy_headers: The headers of a copy, without those that name its source and its attempt.
         renewable: The error classes after which other credentials may help.
         public_secrets: The number of leading secrets that may appear in messages, as they are
             public identifiers.
@@ -108,6 +109,7 @@ class RestStore(ObjectStore):
     access: Access
     metadata_prefix: str
     version_header = "ETag"
+    copy_headers: Mapping[str, str]
     renewable: tuple[type[StoreError], ...] = (CredentialsError,)
     public_secrets = 0
 
@@ -125,16 +127,6 @@ class RestStore(ObjectStore):
     ) -> StoreError:
         """Returns the exception for an error response; looks `headers` up by lower-case names."""
 
-    def error_in_success(
-        self, headers: Mapping[str, str], body: bytes, action: str, uri: str
-    ) -> StoreError:
-        """Returns the exception for an error in the body of a response with status 200."""
-        error = self.failure(200, headers, body, action, uri)
-        # throttled in the middle of the work, whose outcome is unknown
-        if isinstance(error, ThrottledError):
-            error.certain = False
-        return error
-
     @contextlib.contextmanager
     def _naming_source(self, source: ObjectStore, found: ObjectInfo) -> Iterator[None]:
         """Adds the source's URI to the errors of a copy."""
@@ -148,11 +140,13 @@ class RestStore(ObjectStore):
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         """Returns the URL of an object's content."""
 
-    @abstractmethod
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]
     ) -> contextlib.AbstractContextManager[Reply]:
         """Sends a GET for an object's content, of `if_version` if given; yields the response."""
+        if if_version:
+            headers = {**headers, "If-Match": if_version}
+        return self.exchange("GET", self.object_url(key), headers, key=key)
 
     def attempt_header(self, attempt: str) -> dict[str, str]:
         """Returns the metadata header that holds the write's name; none if `attempt` is empty."""
@@ -381,6 +375,32 @@ class RestStore(ObjectStore):
                 cause=error,
                 certain=error.certain,
             ) from error
+
+    def copy(
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        *,
+        attempt: str = "",
+        if_absent: bool = False,
+    ) -> ObjectInfo:
+        headers = {**self.copy_headers, **self.attempt_header(attempt)}
+        if if_absent:
+            headers["If-None-Match"] = "*"
+        tag, checksum = self._copied(source, found, key, self.object_url(key), headers)
+        return ObjectInfo(key, found.size, self.tag_of(tag, key), checksum)
+
+    def _copied(
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        url: str,
+        headers: Mapping[str, str],
+    ) -> tuple[str | None, int | None]:
+        """Sends a PUT that copies an object; returns the ETag and the checksum in the response."""
+        raise NotImplementedError
 
     def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
         with self._read(key, None, {}) as reply:

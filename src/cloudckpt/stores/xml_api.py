@@ -101,7 +101,7 @@ def result_of(store: RestStore, reply: Reply, action: str, uri: str) -> Element:
         return Element("")
     root = unqualified(answer)
     if root.tag == "Error":
-        raise store.error_in_success(reply.headers, answer, action, uri)
+        raise store.failure(200, reply.headers, answer, action, uri)
     return root
 
 

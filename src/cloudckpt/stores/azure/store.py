@@ -41,7 +41,7 @@ from cloudckpt.stores.base import (
     random_suffix,
 )
 from cloudckpt.stores.capabilities import Capabilities
-from cloudckpt.stores.http.client import Reply, whole_number
+from cloudckpt.stores.http.client import whole_number
 from cloudckpt.stores.redaction import excerpt
 from cloudckpt.stores.rest import UNRESERVED, Marks, Page, RestStore, encode_query, http_date
 from cloudckpt.stores.xml_api import text, unqualified
@@ -95,6 +95,8 @@ class AzureStore(RestStore):
         )
         self._scope = _present({"x-ms-encryption-scope": options.encryption_scope})
         self._blob_headers = {**self._scope, **_blob_headers(options)}
+        # with the attempt's, they replace the source's metadata, which would be copied otherwise
+        self.copy_headers = {**self._blob_headers, "x-ms-requires-sync": "True"}
         self._begun: dict[str, Upload] = {}
         self._aborted: set[str] = set()
 
@@ -150,34 +152,6 @@ class AzureStore(RestStore):
     def copies_from(self, source: ObjectStore) -> bool:
         return isinstance(source, AzureStore) and self.access.reaches(source.access)
 
-    def copy(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        *,
-        attempt: str = "",
-        if_absent: bool = False,
-    ) -> ObjectInfo:
-        assert isinstance(source, AzureStore)
-        check_blob(self.root, key)
-        headers = {
-            **self._blob_headers,
-            **self.attempt_header(attempt),  # otherwise the source's metadata is copied
-            "x-ms-requires-sync": "True",
-            **({"If-None-Match": "*"} if if_absent else {}),
-        }
-        with self._naming_source(source, found):
-            answer, crc = self._copied(source, found, key, self.object_url(key), headers)
-            if (status := answer.get("x-ms-copy-status")) != "success":
-                raise ServerError(
-                    "the store responded before it had copied the blob (status "
-                    f"{excerpt(str(status))}), so it is unknown whether the copy will be complete; "
-                    "copy again",
-                    uri=self.uri(key),
-                )
-        return ObjectInfo(key, found.size, self.tag_of(answer.get("ETag"), key), crc)
-
     def copy_part(
         self,
         source: ObjectStore,
@@ -187,33 +161,41 @@ class AzureStore(RestStore):
         start: int,
         stop: int,
     ) -> Part:
-        assert isinstance(source, AzureStore)
         self._check_open(upload)
         tag = block_id(upload, number)
         url = self.object_url(upload.key, {"comp": "block", "blockid": tag})
         headers = {**self._scope, "x-ms-source-range": f"bytes={start}-{stop - 1}"}
-        with self._naming_source(source, found):
-            _, crc = self._copied(source, found, upload.key, url, headers)
+        _, crc = self._copied(source, found, upload.key, url, headers)
         return Part(number, stop - start, tag, crc)
 
     def _copied(
         self,
-        source: AzureStore,
+        source: ObjectStore,
         found: ObjectInfo,
         key: str,
         url: str,
         headers: Mapping[str, str],
-    ) -> tuple[Mapping[str, str], int | None]:
-        """Requests a copy; returns the headers of the response, and the checksum in them."""
-        origin, authorization = source.access.as_source(found.key)
-        wanted = {
-            **headers,
-            "x-ms-copy-source": origin,
-            "x-ms-source-if-match": found.version,
-            **_present({"x-ms-copy-source-authorization": authorization}),
-        }
-        with self.exchange("PUT", url, wanted, key=key, is_long=True) as reply:
-            return reply.headers, _crc64(reply.headers)
+    ) -> tuple[str | None, int | None]:
+        assert isinstance(source, AzureStore)
+        with self._naming_source(source, found):
+            origin, authorization = source.access.as_source(found.key)
+            wanted = {
+                **headers,
+                "x-ms-copy-source": origin,
+                "x-ms-source-if-match": found.version,
+                **_present({"x-ms-copy-source-authorization": authorization}),
+            }
+            with self.exchange("PUT", url, wanted, key=key, is_long=True) as reply:
+                status = reply.headers.get("x-ms-copy-status")
+                if "x-ms-requires-sync" in headers and status != "success":  # not of a block
+                    raise ServerError(
+                        "the store responded before it had copied the blob (status "
+                        f"{excerpt(str(status))}), so it is unknown whether the copy will be "
+                        "complete; copy again"
+                    )
+                spelled = reply.headers.get("x-ms-content-crc64")  # base64, little-endian
+                crc = int.from_bytes(base64.b64decode(spelled), "little") if spelled else None
+                return reply.headers.get("ETag"), crc
 
     def abort_upload(self, upload: Upload) -> None:
         """Discards the uncommitted blocks of a new blob, unless they may belong to other uploads.
@@ -336,13 +318,6 @@ class AzureStore(RestStore):
     ) -> StoreError:
         return from_answer(status, headers, body, action, uri)
 
-    def _read(
-        self, key: str, if_version: str | None, headers: Mapping[str, str]
-    ) -> contextlib.AbstractContextManager[Reply]:
-        if if_version:
-            headers = {**headers, "If-Match": if_version}
-        return self.exchange("GET", self.object_url(key), headers, key=key)
-
     @property
     def renewable(self) -> tuple[type[StoreError], ...]:  # type: ignore[override]
         # Some refusals of an invalid signature have the code of a missing permission: all of them
@@ -357,12 +332,6 @@ class AzureStore(RestStore):
         # little-endian, unlike a CRC64NVME in a header of S3
         spelled = base64.b64encode(CRC64NVME.pack([crc64])).decode("ascii")
         return {"x-ms-content-crc64": spelled}
-
-
-def _crc64(headers: Mapping[str, str]) -> int | None:
-    """Returns the CRC64 in a response's headers (base64, little-endian); None if it is missing."""
-    spelled = headers.get("x-ms-content-crc64")
-    return int.from_bytes(base64.b64decode(spelled), "little") if spelled else None
 
 
 def block_id(upload: Upload, number: int) -> str:

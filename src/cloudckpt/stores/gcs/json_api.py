@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from cloudckpt.config import GCSOptions
-from cloudckpt.errors import ConfigError
 from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Progress
 from cloudckpt.stores.http.client import Reply, whole_number
 from cloudckpt.stores.rest import iso_date
@@ -41,25 +40,15 @@ replacing or deleting an object leaves the cache unchanged:
 https://cloud.google.com/storage/docs/caching
 """
 
-_HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
-
 
 def creation_headers(options: GCSOptions) -> dict[str, str]:
-    """Returns the headers of a new object according to the options, for the XML API.
-
-    Raises:
-        ConfigError: If a value can't be sent in a header.
-    """
+    """Returns the headers of a new object according to the options, for the XML API."""
     wanted = {
         "Cache-Control": CACHE_CONTROL,
         "x-goog-storage-class": options.storage_class,
         "x-goog-encryption-kms-key-name": options.kms_key_name,
     }
-    headers = {name: value for name, value in wanted.items() if value is not None}
-    for name, value in headers.items():
-        if not _HEADER_VALUE.fullmatch(value):
-            raise ConfigError(f"{value!r} can't be sent as header {name}; write plain ASCII")
-    return headers
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 def resource_of(options: GCSOptions, attempt: str = "") -> dict[str, Any]:

@@ -155,35 +155,23 @@ class Reply:
 
         Raises:
             RangeNotSatisfiableError: If the object ends before the range does.
-            StoreError: If the response holds another range, or does not say which.
-            ValueError: If its headers can't be parsed.
+            ServerError: If the response holds another range.
+            ValueError: If its headers are missing or can't be parsed.
         """
         wanted = f"{start}-{start + size - 1}"
-        if self.status == 200:  # some stores ignore Range now and then
-            length = whole_number(self.headers.get("Content-Length"))
-            if start != 0 or length != size:
-                raise ServerError(
-                    f"the store ignored the Range header: it offered {length} bytes for the range "
-                    f"{wanted}; check the endpoint and the proxy"
-                )
-            return size
-        unit, _, span = self.headers.get("Content-Range", "").partition(" ")
-        extent, _, total = span.partition("/")
-        if unit != "bytes":
-            raise ConnectionLostError(
-                "the response has no valid Content-Range; check the proxy", cause=excerpt(span)
-            )
-        whole = whole_number(total)
-        if whole < start + size:
-            raise RangeNotSatisfiableError(
-                f"the object ends before the requested range: the store offered bytes "
-                f"{excerpt(extent)} of {whole} for {wanted}"
-            )
+        is_range = self.status != 200  # some stores ignore Range now and then
+        if is_range:
+            unit, _, span = self.headers.get("Content-Range", "").partition(" ")
+            extent, _, total = span.partition("/")
+            whole = whole_number(total if unit == "bytes" else None)
+        else:
+            whole = whole_number(self.headers.get("Content-Length"))
+            extent = f"0-{whole - 1}"
+        offered = f"the store offered bytes {excerpt(extent)} of {whole} for the range {wanted}"
+        if is_range and whole < start + size:
+            raise RangeNotSatisfiableError(f"the object ends before the requested range: {offered}")
         if extent != wanted:
-            raise ServerError(
-                f"the store offered bytes {excerpt(extent)} of {whole} for the range {wanted}; "
-                "check the endpoint and the proxy"
-            )
+            raise ServerError(f"{offered}; check the endpoint and the proxy")
         return whole
 
     def read_into(self, views: Sequence[memoryview], progress: Progress | None = None) -> None:

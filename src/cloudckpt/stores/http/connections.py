@@ -13,7 +13,6 @@ import http.client
 import logging
 import socket
 import ssl
-import struct
 import sys
 import threading
 import time
@@ -109,17 +108,8 @@ def _beneath(connection: Connection) -> socket.socket | None:
     return found
 
 
-def _count(connection: Connection, counter: Counter) -> int | None:
-    """Returns the current value of a byte counter of the kernel; None if it is not available."""
-    info = _counters(_beneath(connection))
-    if info is None:
-        return None
-    count: int = struct.unpack_from("=Q", info, counter.value)[0]
-    return count
-
-
-def _counters(sock: socket.socket | None) -> bytes | None:
-    """Returns the kernel's ``tcp_info`` up to the byte counters; None if not available."""
+def _count(sock: socket.socket | None, *counters: Counter) -> int | None:
+    """Returns the sum of byte counters of the kernel; None if they are not available."""
     end = Counter.RECEIVED.value + 8
     if sock is None or _TCP_INFO is None:
         return None
@@ -127,7 +117,11 @@ def _counters(sock: socket.socket | None) -> bytes | None:
         info: bytes = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, end)
     except OSError:  # not TCP, or closed
         return None
-    return info if len(info) == end else None  # None: Linux before 4.1
+    if len(info) < end:  # Linux before 4.1
+        return None
+    return sum(
+        int.from_bytes(info[each.value : each.value + 8], sys.byteorder) for each in counters
+    )
 
 
 class Traffic:
@@ -142,10 +136,9 @@ class Traffic:
     def since(self, connection: Connection) -> int:
         """Returns the bytes moved both ways since the last call for this connection; 0 at first."""
         sock = _beneath(connection)
-        info = _counters(sock)
-        if sock is None or info is None:
+        count = _count(sock, *Counter)
+        if sock is None or count is None:
             return 0
-        count: int = sum(struct.unpack_from("=Q", info, counter.value)[0] for counter in Counter)
         before = self._seen.get(sock, count)
         self._seen[sock] = count
         return count - before
@@ -165,7 +158,8 @@ class _Step:
 
     def check(self, now: float) -> None:
         """Extends the deadline if enough bytes moved; breaks the connection if it has passed."""
-        count = _count(self.connection, self.counter) if self.counter is not None else None
+        sock = _beneath(self.connection)
+        count = None if self.counter is None else _count(sock, self.counter)
         if count != self.seen or (count is None and self.counter is not None):
             self.seen, self.moved = count, now
         if count is not None:

@@ -103,16 +103,18 @@ class S3Store(XmlStore):
         self._object_headers = object_headers(options)
         self.creation_headers = self._object_headers
         self._of_whole: Mapping[str, str] = {}
+        self.copy_headers = {
+            "x-amz-metadata-directive": "REPLACE",
+            "x-amz-tagging-directive": "REPLACE",
+            **self._object_headers,
+        }
         if self._checksums:  # of the whole object; where the store lacks that, of the parts
-            kind = {
-                "x-amz-checksum-type": "FULL_OBJECT" if dialect.whole_checksums else "COMPOSITE"
-            }
-            self._of_whole = kind if dialect.whole_checksums else {}
-            self.creation_headers = {
-                "x-amz-checksum-algorithm": "CRC32C",
-                **kind,
-                **self._object_headers,
-            }
+            named = {"x-amz-checksum-algorithm": "CRC32C"}
+            kind = "FULL_OBJECT" if dialect.whole_checksums else "COMPOSITE"
+            of_kind = {"x-amz-checksum-type": kind}
+            self._of_whole = of_kind if dialect.whole_checksums else {}
+            self.creation_headers = {**named, **of_kind, **self._object_headers}
+            self.copy_headers = {**named, **self.copy_headers}
             self.part_checksum = "ChecksumCRC32C"
 
     def part_headers(self, crc32c: int) -> Mapping[str, str]:
@@ -154,30 +156,6 @@ class S3Store(XmlStore):
     def copies_from(self, source: ObjectStore) -> bool:
         return isinstance(source, S3Store) and self.access.shares_realm(source.access)
 
-    def copy(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        *,
-        attempt: str = "",
-        if_absent: bool = False,
-    ) -> ObjectInfo:
-        headers = {
-            "x-amz-metadata-directive": "REPLACE",
-            "x-amz-tagging-directive": "REPLACE",
-            **_source(source, found),
-            **({"x-amz-checksum-algorithm": "CRC32C"} if self._checksums else {}),
-            **self._object_headers,
-            **self.attempt_header(attempt),
-            **({"If-None-Match": "*"} if if_absent else {}),
-        }
-        with self._naming_source(source, found):
-            made, crc = self._copied(key, self.object_url(key), headers)
-        info = ObjectInfo(key, found.size, self.tag_of(text(made, "ETag"), key))
-        is_of_whole = text(made, "ChecksumType") in ("", "FULL_OBJECT")
-        return replace(info, checksum=crc if is_of_whole else None)
-
     def copy_part(
         self,
         source: ObjectStore,
@@ -187,20 +165,35 @@ class S3Store(XmlStore):
         start: int,
         stop: int,
     ) -> Part:
-        headers = _source(source, found)
+        headers = {}
         if (start, stop) != (0, found.size):  # of a source up to 5 MB, S3 copies only the whole
             headers["x-amz-copy-source-range"] = f"bytes={start}-{stop - 1}"
         url = self.object_url(upload.key, {"uploadId": upload.id, "partNumber": str(number)})
-        with self._naming_source(source, found):
-            made, crc = self._copied(upload.key, url, headers)
-            tag = self.tag_of(text(made, "ETag"), upload.key)
-        return Part(number, stop - start, tag, crc)
+        tag, crc = self._copied(source, found, upload.key, url, headers)
+        return Part(number, stop - start, self.tag_of(tag, upload.key), crc)
 
-    def _copied(self, key: str, url: str, headers: Mapping[str, str]) -> tuple[Element, int | None]:
-        """Requests a copy; returns the result's XML, and the CRC32C in it."""
-        with self.exchange("PUT", url, headers, key=key, is_long=True) as reply:
+    def _copied(
+        self,
+        source: ObjectStore,
+        found: ObjectInfo,
+        key: str,
+        url: str,
+        headers: Mapping[str, str],
+    ) -> tuple[str, int | None]:
+        assert isinstance(source, S3Store)
+        bucket = source.access.bucket  # or the ARN of an access point
+        between = "/object/" if bucket.startswith("arn:") else "/"
+        wanted = {
+            **headers,
+            "x-amz-copy-source": quote(bucket + between + found.key, safe=UNRESERVED),
+            "x-amz-copy-source-if-match": found.version,
+        }
+        with (
+            self._naming_source(source, found),
+            self.exchange("PUT", url, wanted, key=key, is_long=True) as reply,
+        ):
             made = result_of(self, reply, "PUT", self.uri(key))
-            return made, _crc32c(made)
+            return text(made, "ETag"), _crc32c(made)
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
         uploads = super().list_uploads(self._listable(prefix), retry)
@@ -247,11 +240,11 @@ class S3Store(XmlStore):
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]
     ) -> contextlib.AbstractContextManager[Reply]:
+        if not self._dialect.redirects:
+            return super()._read(key, if_version, headers)
         if if_version:
             headers = {**headers, "If-Match": if_version}
-        if self._dialect.redirects:
-            return redirected_read(self, self._http, self._head, key, if_version, headers)
-        return self.exchange("GET", self.object_url(key), headers, key=key)
+        return redirected_read(self, self._http, self._head, key, if_version, headers)
 
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
         """Returns whether a retry may succeed; switches to the region that a refusal names."""
@@ -288,18 +281,8 @@ def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
     return S3Store(name, replace(config, s3=there), uri.root)
 
 
-def _source(source: ObjectStore, found: ObjectInfo) -> dict[str, str]:
-    """Returns the headers that name a copy's source, by bucket name or access point ARN."""
-    assert isinstance(source, S3Store)
-    bucket = source.access.bucket
-    path = f"{bucket}/object/{found.key}" if bucket.startswith("arn:") else f"{bucket}/{found.key}"
-    return {
-        "x-amz-copy-source": quote(path, safe=UNRESERVED),
-        "x-amz-copy-source-if-match": found.version,
-    }
-
-
 def _crc32c(made: Element) -> int | None:
     """Returns the CRC32C in a result; None if it is missing, or made from the parts' CRC32Cs."""
     checksum = text(made, "ChecksumCRC32C")
-    return from_base64(checksum) if checksum and "-" not in checksum else None
+    is_of_whole = "-" not in checksum and text(made, "ChecksumType") in ("", "FULL_OBJECT")
+    return from_base64(checksum) if checksum and is_of_whole else None
