@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt.hf
 from cloudckpt.dcp.save_plan import CloudSavePlanner
-from cloudckpt.errors import AccessDeniedError, RanksFailedError
+from cloudckpt.errors import AccessDeniedError, IncompleteSaveError, RanksFailedError
 from cloudckpt.hf import SafetensorsWriter, sending
 from cloudckpt.stores import registry
 from dcp.layouts import LAYOUTS, spread
@@ -141,6 +141,19 @@ def test_a_model_that_is_there_survives_what_fails_before_the_commit(ranks, s3, 
     assert torch.equal(found["old"], OLD["old"])
     assert place.names() == ["model.safetensors"]
     assert not place.unfinished()
+
+
+def _save_half(place) -> None:
+    if dist.get_rank() == 0:
+        state = spread(_state(), LAYOUTS["2 rows"])
+        with pytest.raises(IncompleteSaveError, match="the shards of"):
+            cloudckpt.hf.save(state, place.uri, no_dist=True, config=place.config)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_shards_of_one_rank_are_no_model(ranks, local) -> None:
+    ranks(2, _save_half, local)
+    assert local.names() == []
 
 
 def _die(message: str) -> BaseException:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.transfer.boxes import are_apart, plan_boxes, row_major_slices, row_major_strides
+from cloudckpt.transfer.boxes import plan_boxes, row_major_slices, row_major_strides
 from cloudckpt.transfer.download import pack_requests
 from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, Wanted
 
@@ -202,15 +202,3 @@ def test_a_billion_bytes_are_planned_quickly():
     segments = [segment(0, 1 << 50, MIB, 0, 0)]
     first = next(pack_requests(segments, limit=16 * MIB, merge_gap=0))
     assert (first[0].start, first[0].stop) == (0, 16 * MIB)
-
-
-@given(st.data(), st.integers(0, 3))
-def test_boxes_are_apart_if_no_element_is_in_two(data, dims):
-    ranges = st.tuples(st.integers(0, 5), st.integers(0, 3))
-    boxes = data.draw(st.lists(st.tuples(*[ranges] * dims), max_size=6))
-    elements = [
-        element
-        for box in boxes
-        for element in itertools.product(*(range(at, at + length) for at, length in box))
-    ]
-    assert are_apart(boxes) == (len(set(elements)) == len(elements))

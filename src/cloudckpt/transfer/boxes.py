@@ -16,7 +16,6 @@ __all__ = [
     "Box",
     "BoxBytes",
     "aligned",
-    "are_apart",
     "is_row_major",
     "padding",
     "plan_boxes",
@@ -177,37 +176,3 @@ def plan_boxes(
 
     origin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     yield from walk(0, (), origin)
-
-
-def are_apart(boxes: Sequence[Box]) -> bool:
-    """Returns whether no two boxes of a tensor have an element in common.
-
-    The boxes are separated dimension by dimension, which separates grids of any number of
-    dimensions completely. Only the remaining groups are compared pairwise.
-    """
-    groups = [[box for box in boxes if all(length for _, length in box)]]
-    dims = len(boxes[0]) if boxes else 0
-    # a later dimension may allow separating by an earlier one
-    for axis in (*range(dims), *range(dims)):
-        groups = [part for group in groups for part in _separated(group, axis)]
-    pairs = itertools.chain.from_iterable(itertools.combinations(group, 2) for group in groups)
-    return not any(_overlap(one, other) for one, other in pairs)
-
-
-def _separated(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
-    """Groups boxes so that the ranges of different groups in a dimension don't overlap."""
-    groups: list[list[Box]] = []
-    end = 0
-    for box in sorted(boxes, key=lambda box: box[axis][0]):
-        if not groups or box[axis][0] >= end:
-            groups.append([])
-        groups[-1].append(box)
-        end = max(end, sum(box[axis]))
-    return groups
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(
-        start < at + size and at < start + length
-        for (start, length), (at, size) in zip(one, other, strict=True)
-    )
