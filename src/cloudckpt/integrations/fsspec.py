@@ -64,10 +64,12 @@ _postponed: ContextVar[list[Callable[[], None]] | None] = ContextVar("postponed"
 
 
 class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """A file system for one scheme; paths are ``bucket/key``, with or without the scheme."""
+    """A file system for one scheme; paths are ``bucket/key``, with or without the scheme.
 
-    cachable = True
-    root_marker = ""
+    ``mkdir``, ``makedirs`` and ``rmdir`` do nothing, as fsspec's own do: folders are only common
+    prefixes of keys.
+    """
+
     scheme: str
 
     def __init__(self, *args: Any, config: Config | None = None, **options: Any) -> None:
@@ -129,11 +131,9 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
         Other errors are raised; fsspec's own methods would return False for them.
         """
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return str(self.info(path)["type"])
-        except FileNotFoundError as error:
-            _raise_unless_missing(error)
-            return None
+        return None
 
     def modified(self, path: str) -> datetime.datetime:
         """Returns when a file, or the newest file in a folder, was written, by the store's clock.
@@ -268,15 +268,6 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
             commits.append(upload)
         else:
             upload()
-
-    def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
-        """Does nothing, like `makedirs` and `rmdir`: folders are only common prefixes of keys."""
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        pass
-
-    def rmdir(self, path: str) -> None:
-        pass
 
     # ---- removing
 
