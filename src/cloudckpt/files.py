@@ -236,7 +236,12 @@ def _put_on_condition(
     if_version: str | None,
     config: Config,
 ) -> ObjectInfo:
-    """Writes an object in one request: some stores ignore conditions of multipart uploads."""
+    """Writes an object in one request: some stores ignore conditions of multipart uploads.
+
+    Raises:
+        ConfigError: If conditional writes are turned off, or the store does not honour them.
+        InvalidRequestError: If the content is too large for one request.
+    """
     if len(content) > store.capabilities.max_put_size:
         raise InvalidRequestError(
             f"{len(content)} bytes are too many for the single request that a condition needs, of "
@@ -245,27 +250,16 @@ def _put_on_condition(
             uri=store.uri(key),
             certain=True,
         )
-    retrier = Retrier(config.retry)
-    _check_conditions(store, key, config, retrier)
-    return put_whole(
-        store, key, memoryview(content), retrier, if_absent=if_absent, if_version=if_version
-    )
-
-
-def _check_conditions(store: ObjectStore, key: str, config: Config, retrier: Retrier) -> None:
-    """Checks that the store honours conditional writes; tests a store for which this is unknown.
-
-    Raises:
-        ConfigError: If conditional writes are turned off, or the store does not honour them.
-    """
     if config.conditional_writes == "off":
         raise ConfigError(
             "if_absent, if_version and overwrite=False need conditional writes, which are "
             "turned off: set conditional_writes='auto'",
             uri=store.uri(key),
         )
-    if config.conditional_writes == "on" or store.capabilities.conditional_writes:
-        return
+    retrier = Retrier(config.retry)
     folder, slash, _ = key.rpartition("/")
     trial = folder + slash + trial_name(random_suffix())
     conditions_work(store, config.conditional_writes, trial, retrier)
+    return put_whole(
+        store, key, memoryview(content), retrier, if_absent=if_absent, if_version=if_version
+    )
