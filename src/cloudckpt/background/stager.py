@@ -11,7 +11,6 @@ import collections
 import contextlib
 import copy
 import ctypes
-import functools
 import gc
 import io
 import os
@@ -268,12 +267,8 @@ class Stager(AsyncStager):
             _copy_all(chunks)
             return
         group = TaskGroup(self._threads, name="cloudckpt-stage")
-
-        def produce() -> None:
-            for start in range(self._threads):
-                group.submit(functools.partial(_copy_all, chunks[start :: self._threads]))
-
-        group.run(produce)  # an interrupt waits for them: they read the state and write the copy
+        # an interrupt waits for them: they read the state and write the copy
+        group.map(_copy_all, [chunks[start :: self._threads] for start in range(self._threads)])
 
     def synchronize_staging(self) -> None:
         """Does nothing: the futures report when copies are done."""

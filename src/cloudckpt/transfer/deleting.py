@@ -7,7 +7,6 @@ store, where they are billed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterable
 from typing import TypeVar
@@ -122,9 +121,5 @@ def _try_each(store: ObjectStore, wanted: list[K], threads: int) -> dict[K, Stor
             if isinstance(error, ConnectionLostError):
                 lost.append(error)
 
-    def submit() -> None:
-        for one in wanted:
-            group.submit(functools.partial(attempt, one))
-
-    group.run(submit)
+    group.map(attempt, wanted)
     return {one: lost[0] for one in wanted if one not in tried} | failed

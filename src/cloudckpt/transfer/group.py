@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from cloudckpt.errors import TransferCancelledError
 
 __all__ = ["Cancellation", "Pace", "TaskGroup"]
 
+S = TypeVar("S")
+T = TypeVar("T")
 
 _PATIENCE = 0.2
 """Seconds of a single wait. Longer waits are repeated, as a signal that arrives just before a wait
@@ -136,6 +139,20 @@ class TaskGroup:
             raise self._error
         if self._pace is not None:
             self._pace.ended()
+
+    def map(self, task: Callable[[S], T], wanted: Iterable[S]) -> list[T]:
+        """Returns the results of `task` for each of `wanted`, in their order; see :meth:`run`."""
+        results: dict[int, T] = {}
+
+        def keep(index: int, one: S) -> None:
+            results[index] = task(one)
+
+        def produce() -> None:
+            for index, one in enumerate(wanted):
+                self.submit(functools.partial(keep, index, one))
+
+        self.run(produce)
+        return [results[index] for index in sorted(results)]
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queues a task; tasks begin in the order in which they were submitted.

@@ -78,11 +78,6 @@ class PartPlan:
     size: int = 0
     sums: list[int] = field(default_factory=list)
 
-    @property
-    def is_made(self) -> bool:
-        """Whether some of the bytes are made of the checksums of all bytes before them."""
-        return any(piece.made is not None for piece in self.pieces)
-
     def await_bytes(self) -> None:
         """Waits until the bytes of all pieces are there."""
         for piece in self.pieces:

@@ -213,7 +213,7 @@ class ObjectUpload:
 
     def _checksum(self, part: PartPlan) -> int:
         part.await_bytes()
-        if part.is_made:
+        if any(piece.made is not None for piece in part.pieces):
             # the parts before this one are with other threads: tasks begin in their order
             with self._changed:
                 while self._summed < part.number - 1:

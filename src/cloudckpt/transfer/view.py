@@ -89,23 +89,13 @@ class View:
         It calls ``config.requests_at_once`` of them at a time. The first failure is raised and ends
         the view, as Ctrl-C does: requests still running must not be retried for minutes.
         """
-        results: dict[int, T] = {}
-
-        def keep(index: int, one: S) -> None:
-            results[index] = look(one)
 
         def stop(threads: Collection[int]) -> None:
             self._cancellation.cancel()
             registry.open_store(self.location, self.config).interrupt(threads)  # opened before
 
         group = TaskGroup(self.config.requests_at_once, name="cloudckpt-list", interrupt=stop)
-
-        def produce() -> None:
-            for index, one in enumerate(wanted):
-                group.submit(functools.partial(keep, index, one))
-
-        group.run(produce)
-        return [results[index] for index in sorted(results)]
+        return group.map(look, wanted)
 
     def cancel(self) -> None:
         """Interrupts the requests of all threads, and refuses further ones."""

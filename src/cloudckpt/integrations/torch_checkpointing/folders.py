@@ -28,7 +28,6 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -257,20 +256,12 @@ class FileFolders(VisibleFiles):
         age = max(0.0, time.time() - min(times)) if times else 0.0
         baseline = Baseline(key, None, began=now() - age)
         baseline.check_age(store.uri(target))
-        files: dict[str, StoredFile] = {}
-
-        def read(key: str) -> None:
-            files[beneath(source, name_of_record(key)[0])] = self.record(key)
-
+        keys = [info.key for info in records]
         group = TaskGroup(
             self._config.requests_at_once, name="cloudckpt-commit", interrupt=store.interrupt
         )
-
-        def submit() -> None:
-            for info in records:
-                group.submit(partial(read, info.key))
-
-        group.run(submit)
+        names = [beneath(source, name_of_record(key)[0]) for key in keys]
+        files = dict(zip(names, group.map(self.record, keys), strict=True))
         self._check_written(target, files)
         trial = inside(target) + trial_name(random_suffix())
         conditional = conditions_work(store, self._config.conditional_writes, trial, self._retrier)
@@ -284,7 +275,6 @@ class FileFolders(VisibleFiles):
                 uri=store.uri(target),
                 cause=error,
             ) from error
-        keys = [info.key for info in records]
         delete_quietly(store, keys, self._config.retry, threads=self._config.requests_at_once)
 
     def _check_written(self, target: str, files: dict[str, StoredFile]) -> None:
