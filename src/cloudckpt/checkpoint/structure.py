@@ -30,7 +30,6 @@ Key = int | float | str | None  # bool is an int
 Path = tuple["str | int", ...]
 """The path of a value as torch writes it: strings for dict keys, integers for list indices."""
 
-_DEEPEST = 1000  # torch flattens by recursion: Python's limit
 _LEVELS = 250  # of a state dict: planning and copying recurse, with up to three frames a level
 _HOLES = 1 << 20  # list entries without stored data
 _logged: set[Path] = set()  # of keys that can't be restored, in any state dict of this process
@@ -89,11 +88,8 @@ class Structure:
         are_plain = all(
             key is None or type(key) in (bool, int, float, str) for key in keys.values()
         )
-        if not are_plain or not all((*keys, *empty)):
-            raise ValueError(
-                "invalid metadata record: a key of the state dict has an unknown type, or the path "
-                "of a value is empty"
-            )
+        if not are_plain:
+            raise ValueError("invalid metadata record: a key of the state dict has an unknown type")
         return cls(keys, empty)
 
     def nested(
@@ -115,20 +111,18 @@ class Structure:
             if not paths and not self:
                 return dict(values)
             root = _Branch()
-            # parent, element and branch, outer ones first
-            branches: list[tuple[_Branch, str | int, _Branch]] = [(_Branch(), "", root)]
             for name, value in values.items():
-                path = _path(paths.get(name, (name,)))
-                branch = root.inner(path[:-1], branches) if path else None
-                if branch is None or path[-1] in branch:
+                *outer, last = path = _path(paths.get(name, (name,)))
+                branch = root.inner(outer)
+                if branch is None or last in branch:
                     raise ValueError(f"{shown(path)} exists twice, or within another value")
-                branch[path[-1]] = value
+                branch[last] = value
             for path in self.empty:
-                root.inner(path, branches)  # another rank may have had a value at this path
-            for path, key in self.keys.items():
-                if (branch := root.inner(path[:-1])) is not None:
-                    branch.true[path[-1]] = key
-            return _built(branches)
+                root.inner(path)  # another rank may have had a value at this path
+            made = self._built(root, (), [_HOLES])
+            if not isinstance(made, dict):
+                raise ValueError("the top level of the state dict is a list, not a dict")
+            return made
         except ValueError as exc:
             raise CheckpointCorruptError(
                 "the stored paths of the values contradict each other: load them into a state dict",
@@ -136,63 +130,48 @@ class Structure:
                 cause=exc,
             ) from exc
 
-
-class _Branch(dict["str | int", Any]):
-    """A container that is being rebuilt: its entries by torch's path elements, and its true keys.
-
-    Paths come from the store: each element of one is visited a fixed number of times, without
-    recursion.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.true: dict[str | int, Key] = {}
-
-    def inner(self, path: Path, made: list[Any] | None = None) -> _Branch | None:
-        """Returns the container at a path; None if a value is in the way, or no container exists.
+    def _built(self, branch: _Branch, at: Path, holes: list[int]) -> Any:
+        """Returns the dict or list that a branch stands for.
 
         Args:
-            path: The path, relative to this container.
-            made: If given, missing containers are made, and added to this list with their parents
-                and path elements.
+            branch: The branch.
+            at: Its path.
+            holes: How many list entries may still be missing in the whole state dict.
+
+        Raises:
+            ValueError: If a branch is both a list and a dict, has a key twice, or is a list with
+                too many missing entries.
         """
-        branch = self
-        for element in path:
-            inner = branch.get(element)
-            if not isinstance(inner, _Branch):
-                if element in branch or made is None:
-                    return None
-                inner = branch[element] = _Branch()
-                made.append((branch, element, inner))
-            branch = inner
-        return branch
-
-
-def _built(branches: Sequence[tuple[_Branch, str | int, _Branch]]) -> dict[Any, Any]:
-    """Replaces branches, outer ones first, by dicts and lists; returns the outermost.
-
-    Raises:
-        ValueError: If a branch is both a list and a dict, has a key twice, or is a list with too
-            many missing entries; or if the root is a list.
-    """
-    holes = _HOLES
-    made: Any = None
-    for parent, element, branch in reversed(branches):
+        made: dict[Any, Any] = {}
         kinds = {*map(type, branch)}
-        if kinds == {int}:
-            length = max(branch) + 1  # type: ignore[operator]
-            holes -= length - len(branch)
-            if holes < 0:
-                raise ValueError(f"the list {element!r} has too many missing entries")
-            made = [branch.get(index) for index in range(length)]
-        else:
-            made = {branch.true.get(name, name): value for name, value in branch.items()}
-            if int in kinds or len(made) != len(branch):
-                raise ValueError(f"{element!r} is both a list and a dict, or has a key twice")
-        parent[element] = made
-    if not isinstance(made, dict):
-        raise ValueError("the top level of the state dict is a list, not a dict")
-    return made
+        for element, entry in branch.items():
+            path = (*at, element)
+            key = self.keys.get(path, element) if type(element) is str else element
+            made[key] = self._built(entry, path, holes) if type(entry) is _Branch else entry
+        if len(made) != len(branch) or (int in kinds and str in kinds):
+            raise ValueError(f"{shown(at)} is both a list and a dict, or has a key twice")
+        if int not in kinds:
+            return made
+        length = max(made) + 1
+        holes[0] -= length - len(made)
+        if holes[0] < 0:
+            raise ValueError(f"the list {shown(at)} has too many missing entries")
+        return [made.get(index) for index in range(length)]
+
+
+class _Branch(dict["str | int", Any]):
+    """A container that is being rebuilt: its entries by torch's path elements."""
+
+    def inner(self, path: Iterable[str | int]) -> _Branch | None:
+        """Returns the container at a path, made if it is missing; None if a value is in the way."""
+        branch: Any = self
+        for element in path:
+            if element not in branch:
+                branch[element] = _Branch()
+            branch = branch[element]
+            if type(branch) is not _Branch:
+                return None
+        return branch  # type: ignore[no-any-return]
 
 
 def _plain(key: Any) -> Key:
@@ -214,10 +193,10 @@ def _plain(key: Any) -> Key:
 
 
 def _path(value: Any) -> Path:
-    is_path = isinstance(value, (list, tuple)) and len(value) <= _DEEPEST
+    is_path = isinstance(value, (list, tuple)) and 0 < len(value) <= _LEVELS + 1
     if not is_path or not all(type(one) is str or (type(one) is int and one >= 0) for one in value):
         raise ValueError(
-            "invalid path in a state dict: it is too long, or not a list of strings and "
+            "invalid path in a state dict: it is empty, too long, or not a list of strings and "
             "non-negative integers"
         )
     return tuple(value)
