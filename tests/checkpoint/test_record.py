@@ -59,7 +59,7 @@ DATA = whole().to_bytes()
 def told(made: Record) -> dict:
     """All that a record says, as values that can be compared."""
     said = {one.name: getattr(made, one.name) for one in dataclasses.fields(made)}
-    said["extents"] = [column.tolist() for column in made.extents.all_columns]
+    said["extents"] = [column.tolist() for column in made.extents.columns]
     for name in ("times", "whole"):
         said[name] = getattr(made, name).tolist()
     said["objects"] = list(made.objects)

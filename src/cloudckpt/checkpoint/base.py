@@ -96,7 +96,7 @@ class Base:
         objects = [one if one.folder else replace(one, folder=folder) for one in record.objects]
         self.attempt, self.objects = record.attempt, objects
         # columns that are contiguous are used in place, not copied
-        extents = Extents(*(column.contiguous() for column in record.extents.all_columns))
+        extents = Extents(*(column.contiguous() for column in record.extents.columns))
         self._record = replace(
             record,
             table=None,
@@ -106,8 +106,8 @@ class Base:
             times=no_times(),
         )
         # memoryviews: reading a number from one makes no tensor
-        self._highs, self._rows = (one.numpy().data for one in torch.sort(extents.all_columns[3]))
-        self._columns = [column.numpy().data for column in extents.all_columns]
+        self._highs, self._rows = (one.numpy().data for one in torch.sort(extents.columns[3]))
+        self._columns = [column.numpy().data for column in extents.columns]
 
     def find(self, digest: Digest) -> Place | None:
         """Returns the location of the item with this digest; None if the checkpoint lacks it.

@@ -134,7 +134,7 @@ class _Places(Lazy):
     def items(self) -> ItemsView[MetadataIndex, StorageInfo]:
         """Returns all indexes with their locations, made in one pass over the columns."""
         names = [one.name for one in self._record.objects]
-        rows = zip(*(column.tolist() for column in self._record.extents.columns), strict=True)
+        rows = zip(*(column.tolist() for column in self._record.extents.columns[:3]), strict=True)
         places = (StorageInfo(names[number], *place) for number, *place in rows)
         return dict(zip(self, places, strict=True)).items()
 

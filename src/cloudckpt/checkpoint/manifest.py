@@ -258,7 +258,7 @@ def _extents(
     have_digests = all(one.extents.has_digests for one in records)
     columns = [unfilled(count) for _ in range(5 if have_digests else 3)]
     for of_rank, one, number in zip(rows, records, numbers, strict=True):
-        objects, *others = one.extents.all_columns if have_digests else one.extents.columns
+        objects, *others = one.extents.columns[: len(columns)]
         if bool(((objects < 0) | (objects >= number.numel())).any()):
             raise ValueError("the location of an item refers to an object that does not exist")
         for column, values in zip(columns, (number[objects], *others), strict=True):

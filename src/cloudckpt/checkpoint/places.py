@@ -231,7 +231,7 @@ class Places:
             if bool((rows < 0).any()):
                 raise self._without_location(indices[int((rows < 0).nonzero()[0])])
             named = [(one.name, self._uri.key(one.name), one.size) for one in record.objects]
-            places = (column.tolist() for column in record.extents.at(rows).columns)
+            places = (column.tolist() for column in record.extents.at(rows).columns[:3])
             shapes = record.table.shapes(rows)
             for index, number, offset, length, shape in zip(indices, *places, shapes, strict=True):
                 name, key, size = named[number]

@@ -84,32 +84,26 @@ class Extents:
         return self.objects.numel()
 
     @property
-    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The three columns of the locations."""
-        return self.objects, self.offsets, self.lengths
-
-    @property
     def has_digests(self) -> bool:
         """Whether the rows have digests."""
         return self.high is not None and self.low is not None
 
     @property
-    def all_columns(self) -> tuple[torch.Tensor, ...]:
-        """The columns of the locations and, if the rows have digests, of the digests."""
-        if self.high is None or self.low is None:
-            return self.columns
-        return (*self.columns, self.high, self.low)
+    def columns(self) -> tuple[torch.Tensor, ...]:
+        """The three columns of the locations and, if the rows have digests, the two of these."""
+        columns = self.objects, self.offsets, self.lengths, self.high, self.low
+        return tuple(column for column in columns if column is not None)
 
     def digest(self) -> str:
         """Returns a hash of all columns, as hexadecimal digits."""
         made = hashlib.blake2b(digest_size=16)
-        for column in self.all_columns:
+        for column in self.columns:
             made.update(raw_bytes(column))
         return made.hexdigest()
 
     def at(self, rows: torch.Tensor) -> Extents:
         """Returns the extents of these rows, in their order."""
-        return Extents(*(column[rows] for column in self.all_columns))
+        return Extents(*(column[rows] for column in self.columns))
 
 
 def no_times() -> torch.Tensor:
@@ -161,7 +155,7 @@ class Record:
 
     def without(self, earlier: Extents) -> Record:
         """Returns the record without its extents if they equal ``earlier``, else unchanged."""
-        columns, known = self.extents.all_columns, earlier.all_columns
+        columns, known = self.extents.columns, earlier.columns
         if len(columns) != len(known) or not all(map(torch.equal, columns, known)):
             return self
         return dataclasses.replace(self, extents=Extents.none(), unmoved=earlier.digest())
@@ -180,7 +174,7 @@ class Record:
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
         """Returns the object of a row, the row's first byte in it, and its length in bytes."""
-        number, offset, length = (int(column[row]) for column in self.extents.columns)
+        number, offset, length = (int(column[row]) for column in self.extents.columns[:3])
         return self.objects[number], offset, length
 
     def check_extents(self) -> None:
@@ -194,7 +188,7 @@ class Record:
         ends = column_of([one.size - one.index_size for one in self.objects] or [0])
         for start in range(0, len(extents), _AT_ONCE):
             numbers, offsets, lengths = (
-                column[start : start + _AT_ONCE] for column in extents.columns
+                column[start : start + _AT_ONCE] for column in extents.columns[:3]
             )
             is_inside = (numbers >= 0) & (numbers < count) & (offsets >= 0) & (lengths >= 0)
             limits = ends[numbers.where(is_inside, 0)]
@@ -230,7 +224,7 @@ class Record:
             "table": None if self.table is None else _described(self.table),
             "whole": self.whole.numel(),
         }
-        columns = [*self.extents.all_columns, *self.times.unbind(1), self.whole]
+        columns = [*self.extents.columns, *self.times.unbind(1), self.whole]
         if self.table is not None:
             columns += [self.table.form_of, self.table.counts]
             for chunks in self.table.chunks.values():
