@@ -167,12 +167,12 @@ class Reply:
         else:
             whole = whole_number(self.headers.get("Content-Length"))
             extent = f"0-{whole - 1}"
+        if extent == wanted and whole >= start + size:
+            return whole
         offered = f"the store offered bytes {excerpt(extent)} of {whole} for the range {wanted}"
         if is_range and whole < start + size:
             raise RangeNotSatisfiableError(f"the object ends before the requested range: {offered}")
-        if extent != wanted:
-            raise ServerError(f"{offered}; check the endpoint and the proxy")
-        return whole
+        raise ServerError(f"{offered}; check the endpoint and the proxy")
 
     def read_into(self, views: Sequence[memoryview], progress: Progress | None = None) -> None:
         """Receives the body into `views`, filling all of them.

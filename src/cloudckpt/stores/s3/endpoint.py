@@ -48,12 +48,9 @@ def new_session(options: S3Options) -> Any:
     core = botocore.session.Session(session_vars=_SETTINGS, profile=options.profile)
     core.user_agent_extra = f"cloudckpt/{__version__}"
     core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
-    return boto3.session.Session(botocore_session=core, region_name=_region(options))
-
-
-def _region(options: S3Options) -> str | None:
-    variables = (os.environ.get(name) for name in ("AWS_REGION", "AWS_DEFAULT_REGION"))
-    return options.region or next(filter(None, variables), None)
+    variables = map(os.environ.get, ("AWS_REGION", "AWS_DEFAULT_REGION"))
+    region = options.region or next(filter(None, variables), None)
+    return boto3.session.Session(botocore_session=core, region_name=region)
 
 
 _SETTINGS = {
