@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -128,7 +127,6 @@ class Save:
             try:
                 self.made = _checked(done.result())
             except BaseException as error:  # noqa: BLE001 - of a stager which has cancelled it, too
-                self.failure = _as_ours(error, self.where)
                 self.staged.set_exception(error)
             else:
                 self.staged.set_result(None)
@@ -162,14 +160,11 @@ class Save:
         self.staged.set_result(None)
         self.written.set_result(None)
 
-    def carry_out(
-        self, group: dist.ProcessGroup | None, no_dist: bool, process: SaveProcess | None
-    ) -> Metadata:
+    def carry_out(self, group: dist.ProcessGroup | None, process: SaveProcess | None) -> Metadata:
         """Saves the copy, together with the other ranks; returns the checkpoint's metadata.
 
         Args:
-            group: The ranks.
-            no_dist: Whether this process saves alone.
+            group: The ranks; None if this process saves alone.
             process: The saving process; None to send from this process.
         """
         writer = self.writer if isinstance(self.writer, CloudStorageWriter) else None
@@ -192,7 +187,7 @@ class Save:
                 self.prepared,
                 self.where,
                 process_group=group,
-                no_dist=no_dist,
+                no_dist=group is None,
             )
         except ProcessGroupError as error:
             is_known = error.committed is not None
@@ -232,7 +227,9 @@ class Save:
     ) -> tuple[Any, None] | tuple[None, BaseException]:
         """Returns the result, or the error; in a separate frame, which the error keeps alive."""
         try:
-            concurrent.futures.wait([self.staged])
+            unstaged = self.staged.exception()  # waits for the copy
+            if self.failure is None and unstaged is not None:
+                self.fail(unstaged)
             return carry_out(self), None
         except BaseException as error:  # noqa: BLE001 - set on the future
             return None, error

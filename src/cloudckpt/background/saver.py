@@ -89,8 +89,7 @@ class AsyncSaver:
         """
         self._options = options if options is not None else BackgroundOptions()
         self._policy = self._options.when_busy or "wait"
-        self._no_dist = no_dist or not _has_ranks()
-        self._knows_no_ranks = self._no_dist and not no_dist
+        self._knows_no_ranks = not (no_dist or _has_ranks())
         self._tells_failures = tells_failures
         self._on_failure = on_failure
         self._group: dist.ProcessGroup | None = None
@@ -109,7 +108,7 @@ class AsyncSaver:
         self._closed = False
         self._ended = threading.Event()  # set when closing is complete
         try:
-            if not self._no_dist:
+            if not (no_dist or self._knows_no_ranks):
                 self._group = self._new_group(process_group, have_met)
                 # the saving thread uses the other group, and both may be in use at once
                 self._meeting = Meeting(self._new_group(process_group, have_met=True))
@@ -383,7 +382,7 @@ class AsyncSaver:
     def _carry_out(self, save: Save) -> Metadata:
         """Saves a copy; runs in the saving thread."""
         try:
-            return save.carry_out(self._group, self._no_dist, self._process)
+            return save.carry_out(self._group, self._process)
         except BaseException as error:
             if isinstance(error, ProcessGroupError) or not isinstance(error, Exception):
                 self._is_broken = True
