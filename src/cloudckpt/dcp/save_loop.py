@@ -36,7 +36,7 @@ from cloudckpt.checkpoint.pending import Pending
 from cloudckpt.checkpoint.record import Heads, Record
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.checkpoint.structure import Flat
-from cloudckpt.checkpoint.torch_private import forget_plans
+from cloudckpt.checkpoint.torch_private import flatten_sharded_tensors, forget_plans
 from cloudckpt.dcp import incremental, save_plan
 from cloudckpt.dcp.copies import Copies, Described, Shared, are_alike, refuse_or_tell
 from cloudckpt.dcp.failures import unpickled_plan
@@ -156,12 +156,10 @@ class SaveLoop:
             incremental.agree_on_base(meeting, writer, is_planned=is_new)
 
         def write_data() -> Report:
-            entry = plan
             if is_new:
                 entry = plan.finished(planner)
             else:
-                planner.state_dict, planner.mappings = self._flat.values, self._flat.paths
-                planner.plan, planner.is_coordinator = plan.plan, self._is_coordinator
+                entry, planner.state_dict = plan, self._flat.values
             compared, pending = entry.copies.weighed(planner), None
             if writer.sender.outlives:
                 if entry.record is None:
@@ -227,7 +225,14 @@ class SaveLoop:
         planned: list[Metadata] = []
 
         def local_step() -> bytes:
-            plan = self._local_plan(notes_planning=True)
+            given: dict[str, Any] = {"state_dict": self._state_dict}
+            if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+                given["storage_meta"] = writer.storage_meta()
+            planner.set_up_planner(**given, is_coordinator=self._is_coordinator)
+            if isinstance(writer, CloudStorageWriter):
+                compares = meeting.group is not None
+                writer.note_planning(self._state_dict, planner, compares=compares)
+            plan = writer.prepare_local_plan(planner.create_local_plan())
             with paused_gc():
                 return pickle.dumps(plan)
 
@@ -259,21 +264,6 @@ class SaveLoop:
             incremental.remember(meeting.group, ours, done)
         return planned[0] if planned else committed_metadata(writer.uri, writer.config, done)
 
-    def _local_plan(self, *, notes_planning: bool) -> SavePlan:
-        """Returns the plan of this rank's items, before the ranks divide those in common."""
-        writer, planner = self.writer, self._planner
-        given: dict[str, Any] = {
-            "state_dict": self._state_dict,
-            "is_coordinator": self._is_coordinator,
-        }
-        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
-            given["storage_meta"] = writer.storage_meta()
-        planner.set_up_planner(**given)
-        if notes_planning and isinstance(writer, CloudStorageWriter):
-            compares = self._meeting.group is not None
-            writer.note_planning(self._state_dict, planner, compares=compares)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
     def _plan_anew(self, writer: CloudStorageWriter) -> KnownPlan:
         """Makes a new plan together with the other ranks; returns this rank's part.
 
@@ -284,7 +274,9 @@ class SaveLoop:
         local: list[SavePlan] = []
 
         def local_step() -> bytes:
-            local.append(self._local_plan(notes_planning=False))
+            planner.state_dict = flatten_sharded_tensors(self._flat.values)
+            planner.mappings, planner.is_coordinator = self._flat.paths, self._is_coordinator
+            local.append(writer.prepare_local_plan(planner.create_local_plan()))
             return self._record_of(writer, local[0])
 
         def global_step(plans: list[bytes]) -> list[tuple[list[int], int, Shared]]:
