@@ -8,6 +8,7 @@ names.
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
@@ -49,7 +50,6 @@ class _OnStores:
     config: Config | None = None
     _asynchronous = False
     _is_alone = False
-    _made: Saves | None = None
 
     def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -61,14 +61,10 @@ class _OnStores:
         """The options given to this object, or else those given to ``install``."""
         return self.config or chosen_config() or Config()
 
-    @property
+    @functools.cached_property
     def _saves(self) -> Saves:
         """The saves of this job, made at the first use: the ranks are connected by then."""
-        if self._made is None:
-            self._made = Saves(
-                self._config, asynchronous=self._asynchronous, no_dist=self._is_alone
-            )
-        return self._made
+        return Saves(self._config, asynchronous=self._asynchronous, no_dist=self._is_alone)
 
     def _save(
         self,
@@ -105,11 +101,11 @@ class _OnStores:
             CloudCheckpointError: If a save fails, and no other error is being raised.
         """
         self._asynchronous = False
-        if self._made is not None:
+        if "_saves" in vars(self):
             try:
-                self._made.close()
+                self._saves.close()
             finally:
-                self._made.asynchronous = False
+                self._saves.asynchronous = False
         super().teardown()  # type: ignore[misc]
 
 

@@ -13,6 +13,7 @@ Tested with transformers 5.23 and 5.24.
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import logging
 import os
@@ -106,7 +107,6 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._asynchronous = asynchronous
         self._keep_local = keep_local
         self._on_failure = on_failure
-        self._made: Saves | None = None
         self._newest: int | None = None  # the step that was saved last
         self._stopping_step: int | None = None  # the step at which the Trainer was told to stop
         self._args: Any = None
@@ -172,8 +172,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             if any(Meeting.of(None, False).gathered(lambda: is_new)):
                 self._raise_or_log(lambda: self._saves.finish())
                 self._raise_or_log(lambda: self._save(args, state, step))
-        if self._made is not None:
-            self._raise_or_log(self._made.close)
+        if "_saves" in vars(self):
+            self._raise_or_log(self._saves.close)
 
     def restore(self, step: int | None = None) -> str | None:
         """Copies the newest intact checkpoint to the local disk of each node.
@@ -208,17 +208,15 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._was_restored = bool(folders)
         return folders[-1] if folders else None
 
-    @property
+    @functools.cached_property
     def _saves(self) -> Saves:
         """The saves of this job, made at the first use: the ranks are connected by then."""
-        if self._made is None:
-            self._made = Saves(
-                self._run.config,
-                asynchronous=self._asynchronous,
-                stager=_NoCopyStager(),
-                step_name=self._run.names.pattern,
-            )
-        return self._made
+        return Saves(
+            self._run.config,
+            asynchronous=self._asynchronous,
+            stager=_NoCopyStager(),
+            step_name=self._run.names.pattern,
+        )
 
     def _save(self, args: Any, state: Any, step: int) -> None:
         """Saves the folder of a step, or begins to save it, and deletes old steps afterwards."""
