@@ -30,6 +30,7 @@ Key = int | float | str | None  # bool is an int
 Path = tuple["str | int", ...]
 """The path of a value as torch writes it: strings for dict keys, integers for list indices."""
 
+_DEEPEST = 1000  # torch flattens by recursion: Python's limit
 _LEVELS = 250  # of a state dict: planning and copying recurse, with up to three frames a level
 _HOLES = 1 << 20  # list entries without stored data
 _logged: set[Path] = set()  # of keys that can't be restored, in any state dict of this process
@@ -85,10 +86,7 @@ class Structure:
             )
         keys: dict[Path, Key] = {_path(path): key for path, key in document["keys"]}
         empty = tuple(map(_path, document["empty"]))
-        are_plain = all(
-            key is None or type(key) in (bool, int, float, str) for key in keys.values()
-        )
-        if not are_plain:
+        if not all(key is None or type(key) in (bool, int, float, str) for key in keys.values()):
             raise ValueError("invalid metadata record: a key of the state dict has an unknown type")
         return cls(keys, empty)
 
@@ -103,7 +101,7 @@ class Structure:
             uri: The checkpoint, for messages.
 
         Raises:
-            CheckpointCorruptError: If the paths contradict each other.
+            CheckpointCorruptError: If the paths contradict each other, or are too long.
         """
         try:
             if not isinstance(paths, Mapping):
@@ -123,9 +121,10 @@ class Structure:
             if not isinstance(made, dict):
                 raise ValueError("the top level of the state dict is a list, not a dict")
             return made
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise CheckpointCorruptError(
-                "the stored paths of the values contradict each other: load them into a state dict",
+                "the stored paths of the values are too long or contradict each other: load into a "
+                "state dict",
                 uri=uri,
                 cause=exc,
             ) from exc
@@ -193,7 +192,7 @@ def _plain(key: Any) -> Key:
 
 
 def _path(value: Any) -> Path:
-    is_path = isinstance(value, (list, tuple)) and 0 < len(value) <= _LEVELS + 1
+    is_path = isinstance(value, (list, tuple)) and 0 < len(value) <= _DEEPEST
     if not is_path or not all(type(one) is str or (type(one) is int and one >= 0) for one in value):
         raise ValueError(
             "invalid path in a state dict: it is empty, too long, or not a list of strings and "
