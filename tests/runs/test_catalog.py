@@ -10,7 +10,7 @@ import torch
 
 import cloudckpt
 from cloudckpt import Config, RetryPolicy
-from cloudckpt.errors import BucketNotFoundError, ConfigError
+from cloudckpt.errors import ConfigError
 from cloudckpt.runs.catalog import latest, list_checkpoints
 from cloudckpt.runs.copying import copy
 from cloudckpt.stores import registry
@@ -137,9 +137,3 @@ def test_other_names_of_steps_are_found_by_their_pattern(store, caplog) -> None:
     assert "'step-{step}'" in caplog.text
     with pytest.raises(ConfigError):
         latest(where, step_name="epoch", config=CONFIG)
-
-
-def test_a_bucket_that_is_not_there_is_no_empty_run(s3_config) -> None:
-    for ask in (latest, list_checkpoints):
-        with pytest.raises(BucketNotFoundError):
-            ask("s3://no-such-bucket-of-ours/run", config=s3_config)

@@ -178,15 +178,14 @@ def test_of_a_checkpoint_of_torch_what_the_store_says_of_its_bytes_is_compared(c
     assert cloud.keys("there") == []
 
 
-def damage(cloud: Cloud, name: str, *places: float) -> str:
-    """Changes bytes of the largest object; returns its key."""
+def damage(cloud: Cloud, name: str, *places: float) -> None:
+    """Changes bytes of the largest object."""
     store = cloud.stores[name].inner
     largest = max(store.list(""), key=lambda info: info.size)
     data, _ = store.get(largest.key)
     for at in places:
         data[int(at * len(data))] ^= 1
     store.put(largest.key, [memoryview(data)], checksum=0)
-    return largest.key
 
 
 def test_bytes_that_are_damaged_on_the_way_are_fetched_again(cloud) -> None:
@@ -436,10 +435,9 @@ def test_a_copy_that_fails_leaves_nothing(cloud, verb, error, by_store) -> None:
 def test_a_damaged_object_is_named_and_nothing_of_it_is_at_the_target(cloud, by_store) -> None:
     cloud.store("there", copies=by_store)
     save("memory://here/a")
-    damaged = damage(cloud, "here", 0.3, 0.7)
-    with pytest.raises(CheckpointCorruptError) as caught:
+    damage(cloud, "here", 0.3, 0.7)
+    with pytest.raises(CheckpointCorruptError, match=r"at memory://here/a/\S+\.distcp"):
         copy("memory://here/a", "memory://there/b", config=CONFIG)
-    assert caught.value.uri == f"memory://here/{damaged}"
     assert cloud.keys("there") == []
 
 

@@ -17,6 +17,7 @@ from cloudckpt import CheckpointManager, Config
 from cloudckpt.checkpoint.objects import CLAIM
 from cloudckpt.errors import (
     CheckpointConflictError,
+    CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
@@ -55,6 +56,15 @@ def test_newer_steps_of_a_replaced_job_are_named_when_they_are_not_restored(run,
     save(two, 7)
     assert restored(run) == (7, 7)
     assert "steps were not, because" not in caplog.text  # step 6 is older than that
+
+
+def test_no_step_is_pruned_if_the_newest_on_the_line_is_damaged(run, two) -> None:
+    """Whatever an abandoned step is that is newer."""
+    store, key = Run(run).store, Run(run).uri(5).key(".metadata")
+    store.put(key, [memoryview(b"?" + store.get(key)[0][1:])], checksum=0)
+    with pytest.raises(CheckpointCorruptError):
+        prune(run, max_to_keep=1)
+    assert [*states(run)] == [1, 2, 3, 4, 5, 6]
 
 
 def delete_all_but_one(run) -> None:

@@ -58,11 +58,12 @@ def prune(
     """Deletes the committed checkpoints of a run that no retention rule keeps.
 
     The rules are those of :class:`CheckpointManager`. They apply to the steps on the run's line
-    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. The newest checkpoint of the
-    run must be readable: otherwise intact checkpoints would be deleted in favour of a damaged one.
-    Other checkpoints whose notes can't be read are kept, which is logged, and so are those that are
-    saved anew meanwhile. If a checkpoint can't be deleted, the others are deleted all the same; if
-    the store becomes unreachable, the rest is not tried.
+    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. Its metadata must be readable:
+    otherwise intact checkpoints would be deleted in favour of a damaged one. Checkpoints whose
+    notes can't be read are kept, which is logged, and may be on the line: if the newest of them is
+    newer than the line, nothing is deleted. Those that are saved anew meanwhile are kept, too. If a
+    checkpoint can't be deleted, the others are deleted all the same; if the store becomes
+    unreachable, the rest is not tried.
 
     Args:
         run: The folder of the run.
@@ -87,7 +88,7 @@ def prune(
         ones.
 
     Raises:
-        CheckpointCorruptError: If the metadata of the newest checkpoint is damaged.
+        CheckpointCorruptError: If the metadata of the newest checkpoint that stays is damaged.
         ConfigError: If an option is invalid, no checkpoint has the metric, or ``run`` is a
             checkpoint.
         InvalidURIError: If ``run`` is not a valid location.
@@ -114,11 +115,11 @@ def prune(
     steps = _unneeded(the_run, history, kept)
     if steps:
         try:
-            newest = max([*history.line, *history.abandoned, *history.unread])
+            newest = max([*history.line, *history.unread])  # the notes of abandoned steps are read
             inspect(the_run.uri(newest), config=the_run.config)
         except CheckpointCorruptError as error:
             error.message += (
-                "; this is the newest checkpoint of the run, which prune() always keeps, so "
+                "; this is the newest checkpoint that prune() always keeps, so "
                 "nothing was deleted: delete this checkpoint with cloudckpt rm, then prune again"
             )
             raise
