@@ -18,6 +18,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -215,7 +217,7 @@ class RingAllgather:
         self._room = threading.Semaphore(max(2, room - self._ahead))  # for other ranks' messages
         # buffers to send from and receive into after this rank has failed
         self._spare = _allocated(largest + _STATUS), _allocated(largest + _STATUS)
-        self._waiting: deque[_Fetched] = deque()
+        self._waiting: deque[Future[_Message]] = deque()
         self._own = iter(range(ring.position, len(requests), ring.size))
         self._failed = False  # this rank
         self._ended = False  # the previous rank has announced that it sends nothing more
@@ -247,9 +249,16 @@ class RingAllgather:
         number = next(self._own, None)
         if number is None or self._has_failed():
             return
-        fetched = _Fetched(self._requests[number], self._download)
+        request, fetched = self._requests[number], Future[_Message]()
+
+        def fetch() -> None:
+            message = _Message(request)
+            self._download.read(request, message.payload)
+            fetched.set_result(message)
+            self._download.land(request, message.payload)
+
         self._waiting.append(fetched)
-        self._submit(fetched.fetch)
+        self._submit(fetch)
 
     def _submit(self, task: Callable[[], None]) -> bool:
         """Queues a task on the download's threads; on an error, fails it and returns False."""
@@ -298,9 +307,12 @@ class RingAllgather:
         """Returns the message with this rank's fetched request; None if the rank has failed."""
         if not self._waiting:
             return None
-        message = self._waiting.popleft().result()
-        self._failed = self._failed or message is None
-        return message
+        fetched = self._waiting.popleft()
+        _wait(lambda seconds: bool(futures.wait([fetched], seconds).done), self._download)
+        if fetched.done():
+            return fetched.result()
+        self._failed = True
+        return None
 
     def _incoming(self, request: Sequence[Segment]) -> _Message:
         if not self._has_failed():
@@ -329,28 +341,6 @@ class RingAllgather:
 
         if self._has_failed() or not self._submit(deliver):
             self._room.release()
-
-
-class _Fetched:
-    """A request of this rank, fetched and delivered by a thread."""
-
-    def __init__(self, request: Sequence[Segment], download: Download) -> None:
-        self._request = request
-        self._download = download
-        self._message: _Message | None = None
-        self._done = threading.Event()
-
-    def fetch(self) -> None:
-        message = _Message(self._request)
-        self._download.read(self._request, message.payload)
-        self._message = message
-        self._done.set()
-        self._download.land(self._request, message.payload)
-
-    def result(self) -> _Message | None:
-        """Waits for the fetched bytes; None if the download has failed meanwhile."""
-        _wait(self._done.wait, self._download)
-        return self._message
 
 
 def _wait(wait: Callable[[float], bool], download: Download) -> None:
