@@ -37,7 +37,7 @@ class Counting(MemoryStore):
 def crowd_of(store, tasks, direction="out", **options):
     """The most tasks that ran at a time."""
     crowd = Crowd(0.02)
-    group = transfer_group(store, Config(**options), direction, name="crowd")
+    group = transfer_group(store, Config(**options), direction)
 
     def produce():
         for _ in range(tasks):

@@ -47,7 +47,7 @@ __all__ = [
 
 def sending_group(destination: Destination, store: ObjectStore) -> TaskGroup:
     """Returns the thread group that sends the objects of a rank."""
-    return transfer_group(store, destination.config, "out", name="cloudckpt-save")
+    return transfer_group(store, destination.config, "out")
 
 
 def send(

@@ -295,7 +295,7 @@ def send_work(
     Raises:
         BaseException: If this rank failed to send its share, or to hand over what others send.
     """
-    tasks = transfer_group(store, config, "out", name="cloudckpt-save")
+    tasks = transfer_group(store, config, "out")
     retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
     extents = [*work.extents, *(one.extent for one in work.rounds if one.extent is not None)]
     largest = max((extent.part_size for extent in extents), default=0)

@@ -68,23 +68,15 @@ Direction = Literal["out", "in"]
 _found: dict[tuple[str, Direction], tuple[int, float | None]] = {}
 
 
-def transfer_group(
-    store: RangeReader,
-    config: Config,
-    direction: Direction,
-    *,
-    name: str,
-    most_waiting: float = 2,
-) -> TaskGroup:
+def transfer_group(store: RangeReader, config: Config, direction: Direction) -> TaskGroup:
     """Returns the group of threads for a transfer, each with a connection.
 
     Args:
         store: The target or source.
         config: Options; ``connections`` sets the number. ``"auto"`` searches for it if the store
             counts the bytes moved, and otherwise uses the number for small requests.
-        direction: The direction of the transfer.
-        name: The name of the threads.
-        most_waiting: See :class:`TaskGroup`.
+        direction: The direction of the transfer. Tasks of an "in" group must keep no memory alive
+            while they are queued: any number of them may be.
     """
     width, pace = config.requests_at_once, None
     if config.connections == "auto" and store.moved(()) is not None:
@@ -95,7 +87,11 @@ def transfer_group(
         if most > 1:
             pace = _Paced(search, store, place)
     return TaskGroup(
-        width, name=name, most_waiting=most_waiting, interrupt=store.interrupt, pace=pace
+        width,
+        name="cloudckpt-save" if direction == "out" else "cloudckpt-load",
+        most_waiting=2 if direction == "out" else math.inf,
+        interrupt=store.interrupt,
+        pace=pace,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -236,9 +235,7 @@ class Download:
         self._store = store
         self._config = config
         self._stats = stats
-        self._group = transfer_group(
-            store, config, "in", name="cloudckpt-load", most_waiting=math.inf
-        )
+        self._group = transfer_group(store, config, "in")
         self.run = self._group.run
         self.submit = self._group.submit
         self.fail = self._group.fail
