@@ -4,10 +4,9 @@ import random
 import threading
 
 from cloudckpt.checksum import CRC32C
-from cloudckpt.config import RetryPolicy
+from cloudckpt.config import Config, RetryPolicy
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import Piece
-from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import ObjectUpload
 
@@ -39,11 +38,11 @@ def cut(data, sizes):
     return pieces
 
 
-def transfer(kind, store, *given, produce, width=4, policy=AT_ONCE, **options):
+def transfer(kind, store, *given, produce, width=4, policy=AT_ONCE, create_only=False):
     """What a writer does with an upload or a copy: runs it, and abandons it if anything fails."""
     stats, group = TransferStats(), TaskGroup(width)
-    retrier = Retrier(policy, group.cancellation, on_retry=stats.add_retry)
-    made = kind(store, *given, group, retrier, stats, **options)
+    config = Config(retry=policy, conditional_writes="auto" if create_only else "off")
+    made = kind(store, *given, group, config, stats)
     try:
         group.run(lambda: produce(made))
     except BaseException:

@@ -26,9 +26,8 @@ from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.packing import Packer
 from cloudckpt.transfer.parts import Piece, choose_part_size
 from cloudckpt.transfer.pool import MemoryPool
-from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, creates_only
+from cloudckpt.transfer.upload import ObjectUpload
 from cloudckpt.uri import CheckpointURI
 
 __all__ = [
@@ -71,7 +70,6 @@ def send(
         stats: Counts what is sent.
     """
     objects: list[_Object] = []
-    retrier = Retrier(destination.config.retry, group.cancellation, on_retry=stats.add_retry)
 
     def begin(plan: ObjectPlan) -> _Object:
         upload = ObjectUpload(
@@ -79,9 +77,8 @@ def send(
             destination.key(plan.object),
             destination.part_size(store.capabilities, staged=plan.way != "direct"),
             group,
-            retrier,
+            destination.config,
             stats,
-            create_only=creates_only(store, destination.config),
         )
         objects.append(begun := _Object(plan.object, upload, buffers))
         return begun

@@ -151,8 +151,8 @@ class ModelCommit:
                 self._uri.key(file.name),
                 size,
                 TaskGroup(1),
-                self._retrier,
-                TransferStats(),
+                self._config,
+                TransferStats(str(self._uri)),
             )
             for file, size in zip(self._files, part_sizes, strict=True)
         ]

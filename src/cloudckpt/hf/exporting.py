@@ -272,7 +272,7 @@ def _copied(
     group = TaskGroup(config.requests_at_once, name="cloudckpt-copy", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     sent = [
-        FileUpload(store, one.key, one.part_size, group, retrier, stats, upload=one)
+        FileUpload(store, one.key, one.part_size, group, config, stats, upload=one)
         for one in uploads
     ]
 

@@ -27,7 +27,6 @@ from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned, row_major_strides
 from cloudckpt.transfer.connections import transfer_group
 from cloudckpt.transfer.memory import bytes_of, is_plain, narrow
 from cloudckpt.transfer.parts import PartPlan, Piece, choose_part_size
-from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.staging import StagingPool
 from cloudckpt.transfer.stats import TransferStats
 from cloudckpt.transfer.upload import NamedUpload
@@ -296,7 +295,6 @@ def send_work(
         BaseException: If this rank failed to send its share, or to hand over what others send.
     """
     tasks = transfer_group(store, config, "out")
-    retrier = Retrier(config.retry, tasks.cancellation, on_retry=stats.add_retry)
     extents = [*work.extents, *(one.extent for one in work.rounds if one.extent is not None)]
     largest = max((extent.part_size for extent in extents), default=0)
     pool = StagingPool(max(config.memory_budget, _PARTS_IN_POOL * largest), tasks.cancellation)
@@ -330,7 +328,7 @@ def send_work(
                 upload.key,
                 extent.part_size,
                 tasks,
-                retrier,
+                config,
                 stats,
                 upload=upload,
                 first=extent.first,

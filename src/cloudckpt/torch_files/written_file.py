@@ -15,9 +15,8 @@ from cloudckpt.stores.listings import forget_listings
 from cloudckpt.transfer.group import TaskGroup
 from cloudckpt.transfer.parts import Checks, Piece, choose_part_size
 from cloudckpt.transfer.pool import Lease, MemoryPool
-from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import NamedUpload, ObjectUpload, creates_only
+from cloudckpt.transfer.upload import NamedUpload, ObjectUpload
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -82,13 +81,8 @@ class WrittenFile(io.BufferedIOBase):
         self._slab: Lease | None = None
         self._checks, self._is_immutable = checks, is_immutable
         stats = stats or TransferStats(self._uri)
-        retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
-        self._upload: ObjectUpload | None
-        if checks is None:
-            self._upload = NamedUpload(store, key, size, group, retrier, stats)
-        else:
-            only = creates_only(store, config)
-            self._upload = ObjectUpload(store, key, size, group, retrier, stats, create_only=only)
+        upload = NamedUpload if checks is None else ObjectUpload
+        self._upload: ObjectUpload | None = upload(store, key, size, group, config, stats)
 
     def writable(self) -> bool:
         return True

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB, Config
@@ -19,7 +18,7 @@ from cloudckpt.transfer.parts import Piece, choose_part_size
 from cloudckpt.transfer.pool import MemoryPool
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import ObjectUpload, creates_only
+from cloudckpt.transfer.upload import ObjectUpload
 
 __all__ = [
     "CopyTask",
@@ -28,8 +27,6 @@ __all__ = [
     "copies_within",
     "relay",
 ]
-
-U = TypeVar("U", bound=ObjectUpload)
 
 _COPIED_PART = 256 * MIB  # bytes; a store copies some hundred MiB/s per request
 _SENT_PART = 8 * MIB  # bytes; eight parts under way take 64 MiB
@@ -112,19 +109,14 @@ def relay(
     pool = MemoryPool(max(config.memory_budget, 2 * most), group.cancellation)
     begun: dict[CopyTask, ObjectUpload] = {}
 
-    def begin(kind: Callable[..., U], task: CopyTask) -> U:
-        only = creates_only(target, config)
-        made = kind(target, task.target, sizes[task], group, retrier, stats, create_only=only)
-        begun[task] = made
-        return made
-
     def receive(task: CopyTask, start: int, view: memoryview) -> None:
         item = source.uri(task.source)
         receiver.receive(task.source, start, [view], size=task.size, item=item)
         moved(view.nbytes)
 
     def stream(task: CopyTask) -> None:
-        upload, uri = begin(ObjectUpload, task), source.uri(task.source)
+        upload = ObjectUpload(target, task.target, sizes[task], group, config, stats)
+        begun[task], uri = upload, source.uri(task.source)
         comparison = _Comparison(uri, task, upload.algorithm)
         for start in range(0, task.size, sizes[task]):
             nbytes = min(sizes[task], task.size - start)
@@ -139,7 +131,9 @@ def relay(
             if task.info is None:
                 stream(task)
             else:
-                begin(ObjectCopy, task).start(source, task.info, moved)
+                copy = ObjectCopy(target, task.target, sizes[task], group, config, stats)
+                begun[task] = copy
+                copy.start(source, task.info, moved)
 
     try:
         group.run(produce)

@@ -43,7 +43,7 @@ _RULE_ABORTS = (
 
 
 class ObjectUpload:
-    """An upload of one object.
+    """An upload of one object; its key is random, unless it is a :class:`NamedUpload`.
 
     Its parts are sent by the threads of ``group`` while the producer continues to write; the thread
     that finishes the last part completes the object. A small object is sent by one PUT. If the
@@ -61,6 +61,7 @@ class ObjectUpload:
     """
 
     _leftover_advice = _SWEEP_ABORTS
+    _has_random_key = True
 
     def __init__(
         self,
@@ -68,10 +69,8 @@ class ObjectUpload:
         key: str,
         part_size: int,
         group: TaskGroup,
-        retrier: Retrier,
+        config: Config,
         stats: TransferStats,
-        *,
-        create_only: bool = False,
     ) -> None:
         """Prepares an upload; nothing is sent yet.
 
@@ -80,10 +79,8 @@ class ObjectUpload:
             key: The key of the object.
             part_size: Bytes of every part but the last.
             group: The threads that send the parts.
-            retrier: Retries the requests.
+            config: Options.
             stats: Transfer counters.
-            create_only: Whether to send If-None-Match, so that no object is replaced: a replaced
-                version may be kept and billed.
         """
         self.key = key
         self.position = 0
@@ -93,14 +90,16 @@ class ObjectUpload:
         self._store = store
         self.algorithm = store.capabilities.checksum
         self._group = group
-        self._retrier = retrier
+        self._retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
         self._stats = stats
         self._part_size = part_size
         self._cutter = PartCutter(part_size)
         # held back until a second part shows that one PUT is not enough
         self._first: PartPlan | None = None
         self._upload: Upload | None = None
-        self._condition = "" if create_only else None  # see ObjectStore.complete_upload
+        # see ObjectStore.complete_upload; a replaced version of an object may be kept and billed
+        only = self._has_random_key and creates_only(store, config)
+        self._condition = "" if only else None
         self._may_have_twin = False
         self._changed = threading.Condition()
         self._sent: list[Part] = []
@@ -305,6 +304,7 @@ class NamedUpload(ObjectUpload):
     """An upload to a key that the user chose, where other programs may write as well."""
 
     _leftover_advice = _RULE_ABORTS
+    _has_random_key = False
 
     def abandon(self) -> None:
         """Aborts the upload; an object at the key, and other uploads to it, stay."""
