@@ -8,7 +8,7 @@ import pytest
 from cloudckpt.checkpoint.commit import _elsewhere
 from cloudckpt.checkpoint.objects import WrittenObject, look_for
 from cloudckpt.config import Config, RetryPolicy
-from cloudckpt.errors import AccessDeniedError, DifferentCheckpointsError
+from cloudckpt.errors import AccessDeniedError, ConnectionLostError, DifferentCheckpointsError
 from cloudckpt.uri import CheckpointURI
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
@@ -65,6 +65,10 @@ def test_a_listing_that_is_denied_is_done_without(store, uri, written):
     store.fail("list", AccessDeniedError)
     look(store, uri, written(MANY))
     assert dict(store.calls) == {"list": 1, "head": MANY}
+    store.heal()
+    store.fail("list", ConnectionLostError)
+    with pytest.raises(ConnectionLostError):
+        look(store, uri, written(MANY))
 
 
 @pytest.mark.parametrize("width", [1, 4])

@@ -8,11 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
-    _async_process_executor,
-)
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _async_process_executor
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType

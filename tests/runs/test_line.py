@@ -148,6 +148,9 @@ def test_without_a_claim_that_says_it_the_newest_step_decides(run, two, claim) -
     cloudckpt.delete(f"{run}/step-6")
     assert restored(run) == (5, 5)
     assert {*states(run).values()} == {"line"}
+    with managed(run) as manager:
+        assert manager.restore(state()) == 5
+        save(manager, 7)  # whatever the claim says, it can be replaced
 
 
 def test_jobs_that_have_left_no_step_are_forgotten_if_they_are_many(run, monkeypatch) -> None:

@@ -8,11 +8,7 @@ import google.auth.exceptions
 import pytest
 
 from cloudckpt import Config, GCSOptions
-from cloudckpt.errors import (
-    ClockError,
-    ConnectionLostError,
-    CredentialsError,
-)
+from cloudckpt.errors import ClockError, ConnectionLostError, CredentialsError
 from cloudckpt.stores.gcs import access as gcs_access
 from cloudckpt.stores.gcs.store import GCSStore
 from support.dialects import GOOGLE

@@ -7,11 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cloudckpt.errors import (
-    AccessDeniedError,
-    CheckpointError,
-    ShapeMismatchError,
-)
+from cloudckpt.errors import AccessDeniedError, CheckpointError, ShapeMismatchError
 from cloudckpt.stores.registry import open_store
 from cloudckpt.torch_files import object_file
 from cloudckpt.uri import CheckpointURI
