@@ -57,7 +57,6 @@ from cloudckpt.transfer.upload import clear_away
 __all__ = ["ProcessSender", "SaveProcess", "log_levels"]
 
 _ANNEX = 1  # the number of the annex as a buffer of plans
-_NICE = 5  # niceness of the process relative to the trainer
 _HEARTBEAT_TIMEOUT = 120.0  # seconds without a heartbeat after which a process with a save is ended
 _LOOK = 1.0  # seconds between checks that the process is alive
 _SHUTDOWN_TIMEOUT = 5.0  # seconds for it to end on its own, or after being killed
@@ -262,9 +261,7 @@ class _Worker:
             with theirs:
                 _set_timeout(self._channel, _HEARTBEAT_TIMEOUT)
                 self._process = _start(theirs.fileno())
-            settings = Settings(
-                os.getpid(), _NICE, _HEARTBEAT_TIMEOUT, options.outlive, log_levels()
-            )
+            settings = Settings(os.getpid(), _HEARTBEAT_TIMEOUT, options.outlive, log_levels())
             with contextlib.suppress(ConnectionError):  # it has ended: the first wait says how
                 self._channel.send(_paths())
                 self._channel.send(settings)

@@ -74,14 +74,12 @@ class Settings:
 
     Attributes:
         trainer: The process ID of the trainer that started it.
-        nice: The niceness to add.
         heartbeat_timeout: Seconds within which it must send a heartbeat while it has a job.
         outlive: Seconds it has to finish a save whose trainer has ended.
         log_levels: The level from which records are sent to the trainer, by logger name.
     """
 
     trainer: int
-    nice: int
     heartbeat_timeout: float
     outlive: float
     log_levels: dict[str, int]
@@ -254,6 +252,7 @@ def _let_go_of_output() -> None:
             os.dup2(nowhere.fileno(), descriptor)
 
 
+_NICE = 5  # niceness of this process relative to the trainer
 _LOOK = 0.5  # seconds between checks that the trainer is alive
 _LAST_WORDS = 2.0  # seconds for reading a trainer's last messages
 _BEATS = 5  # heartbeats per heartbeat timeout
@@ -270,7 +269,7 @@ def main(channel: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     settings: Settings = channel.recv()
     with contextlib.suppress(OSError):
-        os.nice(settings.nice)
+        os.nice(_NICE)
     speaker, current = Speaker(channel), CurrentSave()
     forward_logs(speaker, settings.log_levels)
     relay(lambda event: speaker.send("event", event))  # reported by the trainer, not here as well

@@ -31,10 +31,8 @@ def advice(missing: str, stored: Collection[str]) -> str:
         missing: The missing name.
         stored: The names that the checkpoint has.
     """
-    for known in (_wrapped, _of_rank, _container, _in_a_value, _of_optimizer, _near):
-        if text := known(missing, stored):
-            return text
-    return ""
+    advisers = (_wrapped, _of_rank, _container, _in_a_value, _of_optimizer, _near)
+    return next(text for advise in advisers if (text := advise(missing, stored)))
 
 
 _STRICT = "pass strict=False, which loads the rest and reports what was not loaded"

@@ -50,11 +50,6 @@ from cloudckpt.gc_pause import paused_gc
 
 __all__ = ["SaveLoop"]
 
-Report = tuple[Record, int]
-"""A rank's report: the record of what it has written, and its number for the comparison of copies
-(see ``copies``).
-"""
-
 
 class SaveLoop:
     """Saves one state dict, together with the other ranks.
@@ -155,7 +150,7 @@ class SaveLoop:
         if writer.is_incremental:
             incremental.agree_on_base(meeting, writer, is_planned=is_new)
 
-        def write_data() -> Report:
+        def write_data() -> tuple[Record, int]:  # with this rank's number to compare copies by
             if is_new:
                 entry = plan.finished(planner)
             else:
@@ -175,7 +170,7 @@ class SaveLoop:
             entries.append(replace(entry, extents=written.extents, saves=entry.saves + 1))
             return written if is_new else written.without(plan.extents), compared
 
-        def finish_checkpoint(reports: list[Report]) -> str | None:
+        def finish_checkpoint(reports: list[tuple[Record, int]]) -> str | None:
             reported.extend(record for record, _ in reports)
             return commit() if are_alike(number for _, number in reports) else None
 

@@ -298,7 +298,7 @@ class StateLayout:
         sums = self._checksums_unless_known(number, data, memory)
         if sums is None:
             return
-        way = _way(form.nbytes)
+        way: Way = "packed" if form.nbytes < PACKED_BELOW else "direct"
         if isinstance(data, bytes):
             buffer = memory.put(memoryview(data), data)
         elif is_plain(data) or not data.numel():
@@ -380,11 +380,6 @@ class StateLayout:
 
 def _form_of_bytes(data: bytes) -> StoredForm:
     return StoredForm(b"", len(data), b"", 0)
-
-
-def _way(nbytes: int) -> Way:
-    """Returns how an item of ``nbytes`` in host memory is sent: packed if it is small."""
-    return "packed" if nbytes < PACKED_BELOW else "direct"
 
 
 def _kind(planner: DefaultSavePlanner, item: WriteItem) -> type:
