@@ -150,7 +150,6 @@ def _save_half(place) -> None:
             cloudckpt.hf.save(state, place.uri, no_dist=True, config=place.config)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_shards_of_one_rank_are_no_model(ranks, local) -> None:
     ranks(2, _save_half, local)
     assert local.names() == []
