@@ -176,10 +176,7 @@ class Saves:
         line = self._lines.get(run.root) if named is None else self._line_of(run)
         more: dict[str, Any] = {}
         if line is not None:
-            job, continues = line.for_save()
-            more["notes"] = Notes(
-                step=step if named is None else named, job=job, continues=continues
-            )
+            more["notes"] = replace(line.for_save(), step=step if named is None else named)
             more["base"], line.base = line.base, None
         self._checkpointer_for(line).save(uri, state, **more)
 

@@ -212,18 +212,18 @@ class OwnLine(CommitHook):
         is_base = step is not None and self.run.config.incremental
         self.base = str(self.run.uri(step)) if step is not None and is_base else None
 
-    def for_save(self) -> tuple[str, Mapping[str, int]]:
+    def for_save(self) -> Notes:
         """Claims the run if it is not claimed yet or a new line begins, on all ranks together.
 
         Returns:
-            The job's name, and the jobs that it continues, each with its last step: for the notes.
+            Notes that name the job and the jobs that it continues, to be completed by the save.
 
         Raises:
             CheckpointConflictError: If another job has claimed the run.
             CloudCheckpointError: If the run can't be claimed.
         """
         self._claim_together(saves=True)
-        return self.claimed_by, self._continues
+        return Notes(job=self.claimed_by, continues=self._continues)
 
     def for_deletion(self) -> None:
         """Claims the run before a deletion if it is not claimed yet; keeps the current line.

@@ -262,10 +262,9 @@ def _make_notes(
     step: int,
     metrics: Mapping[str, float] | None,
     notes: Mapping[str, Any] | None,
-    job: str,
-    continues: Mapping[str, int],
+    of_job: Notes,
 ) -> Notes:
-    """Makes the notes to store with a step.
+    """Completes the notes that name the job, ``of_job``, by what is stored with one step.
 
     Raises:
         ConfigError: If metrics or notes have a value that can't be stored.
@@ -273,8 +272,7 @@ def _make_notes(
     for name, given in (("metrics", metrics), ("notes", notes)):
         if not isinstance(given, (Mapping, type(None))):
             raise ConfigError(f"{name}={given!r}: give a dict")
-    user = dict(notes or {})
-    return Notes(step=step, metrics=metrics_of(metrics), user=user, job=job, continues=continues)
+    return replace(of_job, step=step, metrics=metrics_of(metrics), user=dict(notes or {}))
 
 
 class StepSaver:
@@ -339,9 +337,9 @@ class StepSaver:
         """
         save, line = self._saves.begin(step), self._line
         try:
-            job, continues = line.for_save()
+            of_job = line.for_save()
             # called by the save, which raises an invalid value's error on all ranks
-            noted = functools.cache(partial(_make_notes, step, metrics, notes, job, continues))
+            noted = functools.cache(partial(_make_notes, step, metrics, notes, of_job))
             if is_last:
                 self._end_earlier_saves()
             with contextlib.ExitStack() as in_use:
