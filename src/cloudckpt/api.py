@@ -470,9 +470,10 @@ def _after_clean_up(error: BaseException, writer: OurWriter) -> BaseException:
         The error to raise. If the ranks lost each other, it says whether the save is committed.
     """
     cause, uri, committed = error.__cause__, writer.checkpoint_id, None
-    failed = cause if isinstance(cause, CheckpointException) else None  # with those of all ranks
+    # has the failures of all ranks; None if the error was raised outside of their steps
+    failed = cause if isinstance(cause, CheckpointException) else None
     if failed is None and not isinstance(error, Exception):
-        return error  # an interrupt of this rank, of which the others do not know
+        return error  # this rank was interrupted, and the others do not know it
     lost = error if isinstance(error, ProcessGroupError) and failed is None else None
     certain = True
     if isinstance(writer, CloudStorageWriter):
