@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["forget_listings"]
@@ -24,32 +23,21 @@ def forget_listings() -> None:
     fsspec is not imported for this. File systems created with ``skip_instance_cache`` are not
     registered anywhere, so their caches stay. Failures are only logged.
     """
-    module = sys.modules.get("fsspec.spec")
-    base = getattr(module, "AbstractFileSystem", None)
-    if base is None:
-        return
-    try:
-        live = list(_live(base))
-    except Exception as error:  # noqa: BLE001 - another library's cache must not make a save fail
-        logger.debug("fsspec's file systems can't be inspected for cached listings: %r", error)
-        return
-    for files in live:
+    base = getattr(sys.modules.get("fsspec.spec"), "AbstractFileSystem", None)
+    waiting: list[Any] = [] if base is None else [base]
+    while waiting:
+        kind = waiting.pop()
         try:
-            files.invalidate_cache()
-        except Exception as error:  # noqa: BLE001 - as above
+            waiting += kind.__subclasses__()
+            protocol = getattr(kind, "protocol", None) or ()
+            names = {protocol} if isinstance(protocol, str) else set(protocol)
+            cached = vars(kind).get("_cache", {}) if names & _PROTOCOLS else {}
+            for files in list(cached.values()):
+                files.invalidate_cache()
+        except Exception as error:  # noqa: BLE001 - another library must not make a save fail
             logger.warning(
                 "fsspec's cached listings of %s could not be cleared, and may be out of date: call "
                 "its invalidate_cache() before you list: %r",
-                type(files).__name__,
+                kind.__name__,
                 error,
             )
-
-
-def _live(base: Any) -> Iterator[Any]:
-    """Yields the cached instances of the clouds' file system classes and their subclasses."""
-    for kind in base.__subclasses__():
-        protocol: Any = getattr(kind, "protocol", ())
-        names = {protocol} if isinstance(protocol, str) else set(protocol)
-        if names & _PROTOCOLS:
-            yield from list(vars(kind).get("_cache", {}).values())
-        yield from _live(kind)
