@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import pickle
 import struct
+import time
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def example(ranks=2):
         TensorProperties(torch.float32), torch.Size([4 * ranks, 8]), chunks
     )
     metadata = Metadata(
-        {"w": entry, "step": BytesStorageMetadata()}, {"w": ("w",), "step": ("step",)}
+        {"step": BytesStorageMetadata(), "w": entry}, {"w": ("w",), "step": ("step",)}
     )
     plans = [[MetadataIndex("w", chunk.offsets, n)] for n, chunk in enumerate(chunks)]
     plans[0].append(MetadataIndex("step"))
@@ -191,6 +192,7 @@ def test_notes_structure_and_algorithm_come_back(notes):
     told[1] = dataclasses.replace(told[1], structure=structure)
     found = read(stored(manifest(Planned.of(metadata, plans, CRC64NVME, URI), told), notes))
     assert (found.notes, found.structure, found.checksum) == (notes, structure, CRC64NVME)
+    assert 0 <= time.time() * 1000 - found.record.committing < 60_000
 
 
 def test_a_chunk_takes_few_bytes():
@@ -231,9 +233,9 @@ def test_what_columns_can_not_express_is_refused(change):
 
 
 def test_an_item_that_nobody_has_written_is_named():
-    metadata, plans = example()
+    metadata, plans = example(3)
     with pytest.raises(IncompleteSaveError, match=r"w \(offsets \[4, 0\]\)") as caught:
-        drawn_up(metadata, [plans[0], []])
+        drawn_up(metadata, [plans[0], [], plans[2]])
     assert (caught.value.item, caught.value.uri) == ("w", URI)
 
 
