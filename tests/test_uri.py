@@ -141,6 +141,8 @@ def test_what_is_no_general_purpose_bucket_of_s3_is_refused(place, rest):
         (" s3://bucket/run", "mistyped URI"),
         ('"s3://bucket/run"', "mistyped URI"),
         ("s3:bucket/run", "mistyped URI"),
+        ("s3//bucket/run", "mistyped URI"),
+        ("gs ://bucket/run", "mistyped URI"),
         ("", "empty"),
         ("s3:/bucket/run", '"s3://bucket/run"'),
         ("s3:///run", "names no bucket"),

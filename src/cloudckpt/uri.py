@@ -55,9 +55,10 @@ _FOLDED = re.compile(
     r"(?:/+(?P<rest>.*))?$",
     re.IGNORECASE | re.DOTALL,
 )
-# text before the scheme, or no slashes after it, turns a URI into a local folder
+# text before the scheme, no slashes after it, or no colon turns a URI into a local folder
 _NEARLY = re.compile(
-    r"[\s'\"<\ufeff]+[a-z][a-z0-9+.\-]*:/|(?:s3[an]?|gs|gcs|az|abfss?):[^/]", re.IGNORECASE
+    r"[\s'\"<\ufeff]+[a-z][a-z0-9+.\-]*:/|(?:s3[an]?|gs|gcs|az|abfss?)(?::[^/]|(?!://)[^\w/]*//)",
+    re.IGNORECASE,
 )
 _STORAGE_BUCKET = re.compile(r"(buckets/[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/|$)", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
