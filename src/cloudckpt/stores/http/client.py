@@ -373,7 +373,8 @@ class HttpClient:
                     )
                 )
             except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
-                raise failure(exc, method, url, self._options.ca_bundle) from exc
+                # the error has the text of its cause; the frames of urllib3 say nothing to users
+                raise failure(exc, method, url, self._options.ca_bundle) from None
             connection: object = response.connection
             assert isinstance(connection, WatchedConnection)
             assert connection.raw_response is not None
