@@ -35,16 +35,7 @@ from cloudckpt.stores.azure import names as azure_names
 from cloudckpt.stores.azure.store import AzureStore
 from cloudckpt.stores.base import Upload
 from cloudckpt.uri import CheckpointURI
-from support.dialects import (
-    AZURE,
-    AZURE_KEY,
-    CREATED,
-    error_xml,
-    get_range,
-    page,
-    put,
-    query_of,
-)
+from support.dialects import AZURE, AZURE_KEY, CREATED, error_xml, get_range, page, put, query_of
 
 pytestmark = pytest.mark.usefixtures("azure_key")
 
