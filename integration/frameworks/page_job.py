@@ -64,9 +64,11 @@ model = accelerator.prepare(torch.nn.Linear(8, 4))
         "fsdp_plugin=plugin": "cpu=True",  # Accelerate has FSDP on accelerators only
         "\n...\n": prepare,
     }
-    names: dict[str, Any] = {"torch": torch, "step": 10}
-    exec(code("Hugging Face Accelerate", own), names)
-    return 10
+    for step in (10, 20):  # the second one goes on
+        names: dict[str, Any] = {"torch": torch, "step": step}
+        exec(code("Hugging Face Accelerate", own), names)
+    assert names["newest"] == f"{run}/step-10"
+    return 20
 
 
 def with_trainer(run: str, world: int) -> int:
