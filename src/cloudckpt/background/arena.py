@@ -284,10 +284,11 @@ def available_memory(root: str = "/") -> int | None:
 
 
 def _cgroups(memberships: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
-    """Yields the folders of this process's memory cgroups and of their ancestors.
+    """Yields the folder of each memory cgroup of this process, and of the cgroups above it.
 
-    Each comes with the names of its files of limits and use. In a container the path of the cgroup
-    itself may not exist, as its folder is mounted as the root; then the last ancestor is the root.
+    With each folder it yields the names of the files that have the cgroup's limit, the memory in
+    use, and statistics. In a container the path of the cgroup itself may not exist, as its folder
+    is mounted as the root; then the last ancestor is the root.
     """
     for line in memberships.splitlines():
         _, _, rest = line.partition(":")
@@ -306,7 +307,10 @@ def _of_machine(meminfo: str) -> int | None:
 
 
 def _of_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None:
-    """Returns a cgroup's free bytes, counting file pages not used recently; None if unlimited."""
+    """Returns how many bytes a cgroup may still use; None if it has no limit.
+
+    File pages that were not used recently count as free.
+    """
     files = _numbers(stat).get(reclaimable)
     if files is None or not (limit.strip().isdigit() and used.strip().isdigit()):
         return None  # "max" is no limit

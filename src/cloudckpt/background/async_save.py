@@ -77,8 +77,8 @@ def async_save(
         base: As in :func:`cloudckpt.save`.
 
     Returns:
-        A future of the metadata, with the guarantees and errors of :func:`cloudckpt.save`, whose
-        result is None if ``BackgroundOptions(when_busy=...)`` lets the save be skipped; or
+        A future of the metadata, with the guarantees and errors of :func:`cloudckpt.save`; its
+        result is None if the save was skipped, as ``BackgroundOptions(when_busy=...)`` allows. Or
         torch's ``AsyncSaveResponse`` if the stager itself is asynchronous.
 
     Raises:

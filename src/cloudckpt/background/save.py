@@ -69,7 +69,7 @@ class Save:
         redirect: The location to which the writer is redirected first; None to keep its own.
         written: The future of the save's outcome.
         staged: Done when the trainer may change its tensors; its result is None.
-        is_staged_in_background: Whether ``staged`` may not be done when the call returns.
+        is_staged_in_background: Whether the call may return before ``staged`` is done.
         copy: The copy, if cloudckpt's stager made it.
         made: The copy that a custom stager has made.
         failure: The error that keeps this rank from taking part in the save.

@@ -162,7 +162,8 @@ class AsyncSaver:
             stager: A custom stager for this save only.
 
         Returns:
-            The save, with its futures; skipped if the policy says so.
+            The save, with its futures; it may have been skipped, as
+            ``BackgroundOptions(when_busy=...)`` says.
 
         Raises:
             AsyncSaveError: If the interpreter is ending.

@@ -169,10 +169,11 @@ class CurrentSave:
             self._changed.notify_all()
 
     def wait_until_orphaned(self, timeout: float, *, or_sending: bool = False) -> bool:
-        """Waits up to ``timeout`` seconds for the trainer's end, or also for a save to be sent.
+        """Waits up to ``timeout`` seconds until the trainer has ended; returns whether it has.
 
-        A save that was sent does not count: the message that it is settled, and the next save, may
-        wait in the channel.
+        With ``or_sending`` it also ends, and returns True, while a save is being sent. A save that
+        was sent completely does not count: the message that the save is settled, and the next save,
+        may wait in the channel.
         """
 
         def is_over() -> bool:
@@ -243,9 +244,10 @@ def finish(current: CurrentSave, limit: float) -> None:
 
 
 def _let_go_of_output() -> None:
-    """Redirects the inherited output of this process to the null device.
+    """Redirects standard output and error of this process to the null device.
 
-    Otherwise readers of the trainer's output would wait for the end of this process, too.
+    Both were inherited from the trainer: whoever reads the trainer's output through a pipe would
+    otherwise wait until this process ends, too.
     """
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         for descriptor in (1, 2):
@@ -300,7 +302,8 @@ def _next(channel: Connection, current: CurrentSave) -> Job | None:
 def _watch(settings: Settings, speaker: Speaker, current: CurrentSave) -> NoReturn:
     """Sends heartbeats; when the trainer has ended, finishes its save and ends this process.
 
-    The channel's end does not show that: children forked from the trainer may hold it open.
+    The end of the channel does not show that the trainer has ended: children forked from the
+    trainer may hold it open.
     """
     interval = settings.heartbeat_timeout / _BEATS
     pause, last = min(_LOOK, interval), time.monotonic()

@@ -546,7 +546,7 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
 
 
 def _plain(container: Any, copies: dict[Any, Any]) -> Any:
-    """Returns the dict or list as which a mapping or list is saved, with the copied entries."""
+    """Returns a plain dict or list with the entries of a mapping or list, copied ones replaced."""
     made: Any = dict(container.items()) if isinstance(container, Mapping) else list(container)
     for key, entry in copies.items():
         made[key] = entry

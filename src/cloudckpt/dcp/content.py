@@ -1,6 +1,6 @@
 """Replaces the ``Stateful`` and ``per_rank`` values of a state dict by what is saved for them.
 
-A checkpoint has one value under one name, so a value of each rank is saved under a name for each:
+A checkpoint has one value under each name, so the value of each rank gets a name of its own:
 ``{"loader": per_rank(3)}`` becomes ``{"loader": {"rank_0": 3}}`` on the first rank. Any reader can
 load these names; a load by cloudckpt puts each rank's value back into its ``PerRank``.
 """
@@ -167,9 +167,10 @@ class Content:
         return self.state
 
     def put(self, loaded: Any) -> Any:
-        """Puts loaded values into the original state dict, and calls its ``load_state_dict()``.
+        """Puts loaded values into the original state dict.
 
-        That of each ``Stateful`` value in it is called with the state that was loaded for it.
+        The ``load_state_dict()`` of each ``Stateful`` in it is called with the state that was
+        loaded for this ``Stateful``.
 
         Args:
             loaded: The values that were loaded for :attr:`state`.
@@ -202,7 +203,6 @@ class Content:
         return given
 
     def _take(self, value: PerRank[Any], loaded: Mapping[str, Any], path: Path) -> None:
-        """Puts loaded values into a ``PerRank``."""
         own = _name(self._rank)
         if value.is_loaded:
             value.value = self._put(value.value, loaded[own], (*path, own))
@@ -267,10 +267,10 @@ class _Own:
         [(self.name, self.state)] = inner.items()
 
     def takes(self, names: Mapping[str, Path], metadata: Metadata) -> bool:
-        """Whether the saved values can be loaded into this value, and not only replace it.
+        """Whether the saved values can be loaded into this value, instead of replacing it.
 
-        They can if it has tensors, or the same names and no tensors were saved. Only then do keys
-        and containers keep their classes, such as a tuple or a ``defaultdict``.
+        They can if this value has tensors, or the same names and no tensors were saved. Only then
+        do keys and containers keep their classes, such as a tuple or a ``defaultdict``.
         """
         flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]
         if any(isinstance(value, torch.Tensor) for value in flat.values()):
@@ -287,7 +287,17 @@ def _name(rank: int) -> str:
 def _by_rank(
     wanted: set[Path], metadata: Metadata, structure: Structure
 ) -> dict[Path, dict[int, dict[str, Path]]]:
-    """Returns names and paths of saved ``per_rank`` values, by the value's path and by rank."""
+    """Finds the saved values of ``per_rank`` entries in the metadata.
+
+    Args:
+        wanted: The paths of the ``PerRank`` values in the state dict to load.
+        metadata: The metadata of the checkpoint.
+        structure: The keys and empty dicts that the metadata omit.
+
+    Returns:
+        By the path of a ``PerRank`` and by rank: the names that the rank has saved, with the path
+        of each.
+    """
     stored: dict[Path, dict[int, dict[str, Path]]] = {}
     paths = metadata.planner_data or {}
     names_of_ranks = (name for name in metadata.state_dict_metadata if "rank_" in name)
@@ -328,7 +338,7 @@ def _placeholder(
 
 
 def _fill(value: Any, state: Any, name: str) -> None:
-    """Passes a loaded state to the ``load_state_dict`` of a value.
+    """Calls the ``load_state_dict`` of a ``Stateful`` with the state that was loaded for it.
 
     Raises:
         ShapeMismatchError: If the parameter groups of an optimizer are not those that were saved.

@@ -60,7 +60,7 @@ of this rank in each set, and the numbers of its items in the rank's own plan.
 def shared_of_ranks(
     groups: Iterable[Sequence[int]], ranks: Iterable[tuple[int, ...]], starts: Sequence[int]
 ) -> list[Shared]:
-    """Returns, for each rank, the items that other ranks have, too, with its random weights.
+    """Returns, for each rank, the items that it shares with other ranks, with random weights.
 
     Args:
         groups: Groups of items that are the same part of the same name, by their numbers among the

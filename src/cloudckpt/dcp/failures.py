@@ -1,4 +1,4 @@
-"""Prepares the errors of ranks for the others: pickled, combined, or without their frames."""
+"""Prepares the errors of a rank for other ranks: pickled, combined, or without their frames."""
 
 from __future__ import annotations
 
@@ -133,10 +133,10 @@ def release_frames(error: BaseException, *, apart_from: BaseException | None = N
 def break_off(group: dist.ProcessGroup | None) -> None:
     """Ends the connections of a gloo group in which this rank has lost another one.
 
-    When a rank dies, only the ranks that exchange data with it notice. Other ranks wait for these,
-    which have raised an error and may live on, until the group's timeout. No collective of the
-    group can succeed any more. A receive that times out closes all connections of a gloo group.
-    Groups of other backends are left alone.
+    When a rank dies, only the ranks that exchange data with it notice, and raise an error. The
+    other ranks would wait for those until the group's timeout. No collective of the group can
+    succeed any more. A receive that times out closes all connections of a gloo group. Groups of
+    other backends are left alone.
     """
     if group is None:
         return

@@ -80,7 +80,7 @@ def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm)
 
     Args:
         plan: A plan of torch's planner, or of one that makes the same classes.
-        structure: The nesting that flattening has lost of this rank's state dict.
+        structure: The keys and empty dicts of this rank's state dict that torch's paths lose.
         checksum: The checksum algorithm of the store.
 
     Raises:
@@ -291,7 +291,7 @@ def _kind(form: Form) -> str:
 
 
 def _weight(form: Form) -> int:
-    """Returns the size by which torch divides work for an item: the bytes of the whole tensor."""
+    """Returns the size by which torch balances work: the bytes of the whole tensor; 1 for values."""
     return 1 if form.shape is None else math.prod(form.shape) * form.dtype.itemsize or 1
 
 

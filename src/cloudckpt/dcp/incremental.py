@@ -1,9 +1,10 @@
 """Incremental saves: do not send bytes that an earlier checkpoint of the run has.
 
-The coordinator holds the base (:mod:`cloudckpt.checkpoint.references`) and says which save made it.
-A rank that took part in that save remembers the locations of its own items and needs nothing else;
-otherwise all ranks get a table of all items of the base. Only this, the digests and the amount of
-data sent differ from other saves.
+The coordinator protects the earlier checkpoint, the *base*, from deletion
+(:mod:`cloudckpt.checkpoint.references`), and tells the ranks which save made it. If all ranks took
+part in that save, each remembers the locations of its own items and needs nothing else; otherwise
+all ranks get a table of all items of the base. Only this, the digests and the amount of data sent
+differ from other saves.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def agree_on_base(meeting: Meeting, writer: CloudStorageWriter, *, is_planned: b
     Args:
         meeting: The meeting of the saving ranks; all of them call this.
         writer: This rank's writer.
-        is_planned: Whether the plan is new.
+        is_planned: Whether this save has made a new plan.
     """
     known = _remembered(meeting.group, writer.uri)
 
@@ -173,10 +174,10 @@ def newest_beside(
     Returns None if the folder has no such step.
 
     A folder counts as a step if its name differs from this checkpoint's in the numbers only, or, if
-    this checkpoint's name has no number, if its name has one. A folder such as ``best`` would stay
-    a base for long, and keep what it shares. The base may be the checkpoint that the save
-    replaces. If the notes of the save name its job, only steps of that job count, and steps that it
-    continues: those of abandoned trainings may be deleted soon.
+    this checkpoint's name has no number, if its name has one. A folder such as ``best`` stays for
+    long, and the data that later steps share with it would stay as well. The base may be the
+    checkpoint that the save replaces. If the notes of the save name its job, only steps of that job
+    count, and steps that it continues: those of abandoned trainings may be deleted soon.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.

@@ -171,7 +171,7 @@ class _Load:
         return report
 
     def _ready(self, until_the_end: contextlib.ExitStack) -> SharedReads | None:
-        """Plans; once all ranks are ready, returns the reads that they have in common, if any.
+        """Plans the load; once all ranks are ready, returns the reads to share with them, or None.
 
         Args:
             until_the_end: Resources that are released when the load has ended.
@@ -259,7 +259,7 @@ class _Load:
     def _prepare(
         self, plan: LoadPlan, shares: str, until_the_end: contextlib.ExitStack
     ) -> Offer | None:
-        """Locates the bytes of a plan; returns the reads that ranks may share, or None."""
+        """Locates the bytes of a plan; returns the report of the reads to share, or None."""
         self._plan = self._planner.finish_plan(plan)
         if self._ours is None:
             return None

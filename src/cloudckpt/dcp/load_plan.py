@@ -189,8 +189,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
     def put(self, read_item: ReadItem, value: Any) -> None:
         """Stores a loaded value in the state dict.
 
-        A value may have been read because keys are missing that a container of its name would have.
-        Then it is stored only if it is a container.
+        If the checkpoint lacks the keys of a container of the state dict, but has a value under the
+        name of the container, that value is read instead, and stored only if it is a container.
 
         Raises:
             MissingKeyError: If keys are missing because the value is not a container.
@@ -213,7 +213,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self.state_dict[name] = container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
-        """Returns the dicts that are empty only in the state dict, with a text about each."""
+        """Returns a text about each dict that is empty in the state dict, not in the checkpoint."""
         names = {".".join(map(str, path)) for path in self._flat.empty}
         counts: Counter[str] = Counter()
         for parts in (name.split(".") for name in table.names) if names else ():

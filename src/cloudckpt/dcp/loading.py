@@ -221,8 +221,9 @@ class Load:
         stats: Counts received bytes.
         places: Locates the items.
         uri: The checkpoint.
-        trust_pickle: Whether its pickles may run arbitrary code.
-        guarded: Returns a context manager for all reads.
+        trust_pickle: Whether the checkpoint's pickles may run arbitrary code.
+        guarded: Returns a context manager around reads, which raises CheckpointReplacedError if the
+            checkpoint was replaced.
     """
 
     store: ObjectStore
@@ -260,7 +261,7 @@ class Load:
                     self._want_pickled_tensor(item, place)
 
     def segments(self) -> list[Segment]:
-        """Returns the reads that ranks may fetch for each other: all of the first round."""
+        """Returns the reads that ranks may fetch for each other: those of the first round."""
         return segments_for(self._wanted[0], self.config)
 
     def run(self, shared: SharedReads | None = None) -> None:
@@ -354,7 +355,7 @@ class Load:
         return sink
 
     def _round_for(self, target: torch.Tensor, owner: MetadataIndex) -> list[Wanted]:
-        """Returns the list of reads to which those of a tensor are to be added: one for each round.
+        """Returns the round, as its list of reads, to which the reads of a tensor are to be added.
 
         Tensors that share memory get different rounds, in the order of the plan: as in torch, the
         last of them determines the values. Fetched in the same round, they would seem damaged.
@@ -401,7 +402,7 @@ class Load:
 
 
 def _row_bytes(box: Box, stored: StoredTensor) -> int:
-    """Returns the size in bytes of a row of a stored tensor; a box needs some of its columns."""
+    """Returns the bytes from one row of a box to the next, in a stored tensor."""
     axis = next(axis for axis, (_, length) in enumerate(box) if length > 1)
     return row_major_strides(stored.shape)[axis] * stored.dtype.itemsize
 

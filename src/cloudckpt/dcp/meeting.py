@@ -153,7 +153,7 @@ class Consensus:
     Attributes:
         rank: This rank in the group.
         statuses: The statuses, by rank.
-        values: The values that ranks have reported besides, by rank.
+        values: The values that ranks have reported in addition, by rank.
         during: What the ranks were doing, such as "while it was loaded"; empty if they met before
             they began.
     """
@@ -298,7 +298,7 @@ class Meeting:
 
         Args:
             status: This rank's status.
-            value: A value to report besides.
+            value: A value to report in addition.
             during: What the ranks were doing, such as "while it was loaded", for messages; empty
                 if they meet before they begin. Only if it is empty, a rank that waits long logs
                 which ranks are missing.

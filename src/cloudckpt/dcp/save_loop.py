@@ -1,4 +1,4 @@
-"""Runs the steps of a save: plan, send, commit; later saves of the structure reuse the plan.
+"""Runs the steps of a save: plan, send, commit; later saves of the same structure reuse the plan.
 
 It takes the same steps as torch's saver, with the same planner and in the same order: each rank
 plans, the coordinator gathers the plans and hands out each rank's part, each rank writes, and the
@@ -9,12 +9,14 @@ committed.
 
 What this rules out:
 
-- *A rank's state dict has changed.* Its outline differs, so the rank has no plan or one with
-  another number, and all ranks plan anew within the same save.
+- *A rank's state dict has changed.* Its outline (:func:`~cloudckpt.dcp.save_plan.outline_of`)
+  differs, so the rank has no plan or one with another number, and all ranks plan anew within the
+  same save.
 - *Some ranks have seen a save commit and others have not*, because one lost the others in between.
   Their plans differ afterwards.
-- *A rank's earlier save by the plan is not the coordinator's.* If its locations have not changed, a
-  rank reports their digest only, and the coordinator compares it with its own record of them.
+- *A rank remembers another earlier save by the plan than the coordinator.* If its locations have
+  not changed, a rank reports their digest only, and the coordinator compares it with its own record
+  of them.
 """
 
 from __future__ import annotations

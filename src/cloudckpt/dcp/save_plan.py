@@ -259,7 +259,8 @@ class KnownPlan:
     """This rank's plan of a save, kept for later saves of the same structure.
 
     Attributes:
-        key: What the plan depends on; None if the state dict has no outline: it is not kept then.
+        key: What the plan depends on; None if the state dict has no outline: the plan is not kept
+            then.
         number: The plan's number, the same on all ranks.
         plan: The plan of the items that this rank writes.
         copies: The items that this rank has in common with others.
@@ -267,7 +268,8 @@ class KnownPlan:
         expected: About how many bytes this rank will write.
         forms: For each item, how it is stored; None unless it is a small tensor in host memory.
         extents: The locations of the items in the last save.
-        of_ranks: On the coordinator, the extents of all ranks; empty before the first save.
+        of_ranks: On the coordinator, the locations of all ranks' items; empty before the first
+            save.
         saves: How many saves have used the plan.
         record: The plan as a record without locations; None until it is needed.
     """

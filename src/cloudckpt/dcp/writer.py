@@ -69,7 +69,8 @@ class CommitHook:
     An asynchronous save calls it on a thread of the trainer, even if another process uploads.
 
     Attributes:
-        claimed_by: The job that has claimed the checkpoint's run; empty if no job has.
+        claimed_by: The job that has claimed the checkpoint's run (:mod:`cloudckpt.runs.claim`);
+            empty if no job has.
     """
 
     claimed_by = ""
@@ -157,8 +158,8 @@ class CloudStorageWriter(OurWriter):
         attempt: The random name of this save, on a rank that commits.
         noted: The notes to be stored with the checkpoint, as bytes.
         hold: On a rank that commits an incremental save, keeps the base from deletion; else None.
-        contents: In an incremental save, makes the collector that looks up items in the base, given
-            their number; None if everything is sent.
+        contents: In an incremental save, makes the object that looks up items in the base, given
+            the number of items; None if everything is sent.
         written: The record of what this rank has written in this save; None before.
         commits: Whether this rank commits.
         committed: Whether the save is committed, as far as this rank alone knows; None during the
@@ -334,7 +335,7 @@ class CloudStorageWriter(OurWriter):
             self._baseline.answer()
 
     def note_planning(self, state_dict: dict[str, Any], planner: Any, *, compares: bool) -> None:
-        """Records what the planner's flattening loses of a state dict.
+        """Records the keys and empty dicts of a state dict that the planner's flattening loses.
 
         A writer needs this call, as torch passes it no state dict.
 
@@ -558,7 +559,7 @@ def committing(writer: OurWriter) -> Iterator[None]:
     """Turns errors of the commit step into CommitUnknownError if the commit may have taken place.
 
     After that error no rank deletes anything. Errors of writers derived from ours are included. An
-    interrupt is raised unchanged if the other ranks can receive it: it also keeps the data.
+    interrupt is raised unchanged if the other ranks can receive it: they keep the data then, too.
 
     Raises:
         CommitUnknownError: Instead of an error that leaves the outcome open.
