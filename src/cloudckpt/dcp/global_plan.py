@@ -291,7 +291,7 @@ def _kind(form: Form) -> str:
 
 
 def _weight(form: Form) -> int:
-    """Returns the size by which torch balances work: the bytes of the whole tensor; 1 for values."""
+    """Returns the size by which torch divides work: the bytes of a whole tensor; 1 for a value."""
     return 1 if form.shape is None else math.prod(form.shape) * form.dtype.itemsize or 1
 
 
