@@ -12,11 +12,7 @@ from cloudckpt.checkpointer import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
-from cloudckpt.errors import (
-    ClosedError,
-    CloudCheckpointError,
-    ConfigError,
-)
+from cloudckpt.errors import ClosedError, CloudCheckpointError, ConfigError
 
 from .places import Place
 from .values import assert_same, numbered

@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt.errors import (
-    CheckpointNotFoundError,
-    CheckpointReplacedError,
-)
+from cloudckpt.errors import CheckpointNotFoundError, CheckpointReplacedError
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,

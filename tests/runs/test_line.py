@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -238,7 +239,8 @@ def test_a_save_whose_claim_is_refused_late_commits_nothing(run, answers) -> Non
         assert other.all_steps() == [2]
 
 
-def test_a_claim_whose_answer_is_lost_is_the_jobs_own(run, monkeypatch) -> None:
+@pytest.mark.parametrize("is_overtaken", [False, True])
+def test_a_claim_whose_answer_is_lost_is_the_jobs_own(run, monkeypatch, is_overtaken) -> None:
     put_whole = claim.put_whole
 
     def put(*args, **options):
@@ -250,7 +252,10 @@ def test_a_claim_whose_answer_is_lost_is_the_jobs_own(run, monkeypatch) -> None:
     with managed(run) as manager:
         with pytest.raises(ConnectionLostError):
             manager.save(1, state())
-        save(manager, 2)
+        if is_overtaken:
+            fill(run, 2)
+        with pytest.raises(CheckpointConflictError) if is_overtaken else nullcontext():
+            save(manager, 2)
         assert manager.all_steps() == [2]
 
 

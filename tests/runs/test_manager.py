@@ -65,11 +65,18 @@ class Acting(CommitHook):
     """Does something in the middle of the commit of a step."""
 
     def __init__(self, step: int, act) -> None:
-        self._end, self._act = f"/step-{step}", act
+        self._end, self._act, self.calls = f"/step-{step}", act, []
+
+    def check_claim(self) -> None:
+        self.calls.append("check")
 
     def before_commit(self, uri, metadata) -> None:
+        self.calls.append("before")
         if uri.endswith(self._end):
             self._act()
+
+    def after_commit(self, uri, metadata) -> None:
+        self.calls.append("after")
 
 
 def fails() -> None:
@@ -165,9 +172,12 @@ def test_steps_and_options_may_be_numbers_of_numpy_and_torch(run, number) -> Non
 # claims
 
 
-def test_a_claim_in_the_middle_of_a_commit_is_noticed(run) -> None:
-    with managed(run, hook=Acting(3, lambda: fill(run, 2))) as manager:
+@pytest.mark.parametrize("conditions", ["auto", "off"])
+def test_a_claim_in_the_middle_of_a_commit_is_noticed(run, conditions) -> None:
+    hook = Acting(3, lambda: fill(run, 2))
+    with managed(run, Config(conditional_writes=conditions), hook) as manager:
         manager.save(1, state(1))
+        assert hook.calls == ["before", "check", "after"]
         with pytest.raises(CheckpointConflictError):
             manager.save(3, state(3))
     assert not cloudckpt.exists(f"{run}/step-3")

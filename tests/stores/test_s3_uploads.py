@@ -10,9 +10,7 @@ import pytest
 
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.config import MIB
-from cloudckpt.errors import (
-    StoreError,
-)
+from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.s3.dialects import AWS, DIALECTS
 from support.contract.data import put, put_part

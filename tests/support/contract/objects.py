@@ -12,14 +12,7 @@ from cloudckpt.errors import (
     PreconditionFailedError,
     RangeNotSatisfiableError,
 )
-from support.contract.data import (
-    SEVERAL_STEPS,
-    Hooks,
-    checksum,
-    cut,
-    put,
-    some_bytes,
-)
+from support.contract.data import SEVERAL_STEPS, Hooks, checksum, cut, put, some_bytes
 
 _THREADS = 8
 

@@ -4,10 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cloudckpt.errors import (
-    ObjectNotFoundError,
-    StoreError,
-)
+from cloudckpt.errors import ObjectNotFoundError, StoreError
 from support.contract.data import (
     SEVERAL_STEPS,
     Hooks,
