@@ -205,7 +205,7 @@ class ModelCommit:
             forget_listings()
 
     def _retire_old_model(self) -> None:
-        """Claims the index, and deletes the files of the old model."""
+        """Replaces the index by a claim, and deletes the files of the old model (steps 1 and 2)."""
         before = self._older.pop(INDEX, None)
         self._claim = put_whole(
             self._store,

@@ -235,7 +235,7 @@ def _in_order(
 def _load_by_file(files: Sequence[FilePlan], source: _Source) -> Callable[[int], torch.Tensor]:
     """Returns a function that loads one tensor to export, verified and converted.
 
-    It loads all tensors of a file of the model together, and then drops those of the file before.
+    It loads all tensors of a file together, after dropping those of the previous file.
     """
     together = {tensor.name: file.tensors for file in files for tensor in file.tensors}
     loaded: dict[str, torch.Tensor] = {}
@@ -327,7 +327,7 @@ def _copied(
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes ``start`` to ``stop`` of a tensor's stored bytes."""
+    """A range of a tensor's stored bytes, from ``start`` to before ``stop``."""
 
     source: StoredBytes
     start: int
@@ -378,7 +378,7 @@ def cut(
 
 
 def _checksum_of(planned: Range, store: ObjectStore) -> int | None:
-    """Returns the checksum of a range from those of its blocks; None without comparable ones."""
+    """Returns a range's checksum by the store's algorithm; None without such block checksums."""
     blocks, algorithm = planned.source.blocks, store.capabilities.checksum
     if blocks is None or blocks.algorithm.name != algorithm.name:
         return None

@@ -172,7 +172,7 @@ def plan_files(
             ``max_shard_size``.
 
     Raises:
-        ConfigError: If ``fqn_to_file`` leaves out a tensor, or has something else than numbers.
+        ConfigError: If ``fqn_to_file`` leaves out a tensor, or has an invalid number.
         UnsupportedTensorError: If safetensors files can't hold a tensor.
     """
     by_number: dict[int, list[TensorPlan]] = {}
@@ -204,7 +204,7 @@ def _numbered(number: int, count: int) -> str:
 
 
 def _file(name: str, tensors: Sequence[TensorPlan]) -> FilePlan:
-    """Plans one file."""
+    """Plans one file; chooses the order of its tensors."""
     # larger elements first, so that each tensor is aligned to its elements, for readers that map
     # the file; then small tensors first, so that few parts consist of several
     ordered = sorted(tensors, key=lambda one: (-one.dtype.itemsize, one.nbytes))
@@ -358,7 +358,7 @@ def claim_bytes(save_id: str) -> bytes:
 
 
 def is_claim(data: bytes | bytearray) -> bool:
-    """Returns whether the object at the index's key is a claim."""
+    """Returns whether the bytes at the index's key are a claim, see :func:`claim_bytes`."""
     return data.startswith(_CLAIM)
 
 

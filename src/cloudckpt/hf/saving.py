@@ -68,9 +68,9 @@ def save(
     the new files are made visible: then there is no index, and readers see no model.
 
     A rank sends its rows directly from tensor memory. Shards that are smaller than a part are
-    handed to the rank that has most of the part; so are tensors that are divided in columns, of
-    which a rank has one in memory at a time. Tied weights, which share their memory, are written
-    once: the file's metadata has the other names, which :func:`load` reads.
+    handed to a rank that has one of the part's largest shards; so are tensors that are divided in
+    columns, of which a rank has one in memory at a time. Tied weights, which share their memory,
+    are written once: the file's metadata has the other names, which :func:`load` reads.
 
     Args:
         state_dict: Tensors by name; the names of nested dicts are joined by dots. Replicated
@@ -314,7 +314,7 @@ def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Returns a key that is equal for tensors of the same memory and elements, or None."""
+    """Returns a key, equal for tensors that share memory and elements; None if unknown."""
     usual = type(tensor) in PLAIN and tensor.layout == torch.strided
     if not usual or (of := memory_of(tensor)) is None:
         return None

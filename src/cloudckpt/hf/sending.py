@@ -1,10 +1,11 @@
 """Divides the bytes of a model's files among the ranks, and sends them.
 
-A file is cut at the borders of shards into extents of at least the size of a part. A rank that has
-one of the largest shards of an extent sends it, straight from the memory of its tensors. Before
-that, the other ranks hand over their shards of the extent, in rounds of all ranks; a tensor whose
-shards are not ranges of the file, such as columns, is put together in memory. A store that needs
-parts of one size gets each file from one rank, and the others hand their shards to it.
+A file is cut at the borders of shards into extents, each at least as large as the smallest part.
+A rank that has one of the largest shards of an extent sends it, straight from the memory of its
+tensors. Before that, the other ranks hand over their shards of the extent, in rounds of all ranks;
+a tensor whose shards are not ranges of the file, such as columns, is put together in memory. A
+store that needs parts of one size gets each file from one rank, and the other ranks hand their
+shards to that rank.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def load_state(
 
 
 def _saves_of(accelerator: Any, config: Config) -> Saves:
-    """Returns the saves of an accelerator, with the options of this call."""
+    """Returns the :class:`Saves` of an accelerator, which use the options of this call."""
     if accelerator not in _saves:
         _saves[accelerator] = Saves(config)
     _saves[accelerator].configure(config)

@@ -135,7 +135,7 @@ class _StrategyOnStores(_OnStores):
             )
 
     def _with_values(self, parts: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """Adds the other values to the state to save, on the first rank only."""
+        """Adds the other values of a checkpoint, pickled, to the state of the first rank."""
         return {**parts, _VALUES: pickle_values(values)} if self.is_global_zero else parts  # type: ignore[attr-defined]
 
 

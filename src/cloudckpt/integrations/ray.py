@@ -150,7 +150,7 @@ class _Reference(ray.train.Checkpoint):  # type: ignore[misc]
 
 
 class _NoFiles(AbstractFileSystem):  # type: ignore[misc]
-    """The file system of a reference: reading raises an error, and deleting does nothing.
+    """The file system of a reference: listing raises an error, and deleting does nothing.
 
     With ``CheckpointUploadMode.ASYNC``, Ray deletes the reported checkpoint after the upload.
     """

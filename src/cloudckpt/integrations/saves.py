@@ -149,7 +149,7 @@ class Saves:
         self._resumed[line.run.root] = step
 
     def _line_of(self, run: Run) -> OwnLine:
-        """Returns the :class:`OwnLine` of a run; makes it, and so reads the claim, on first use."""
+        """Returns the :class:`OwnLine` of a run; on first use, reads which job owns the run."""
         if run.root not in self._lines:
             self._lines[run.root] = OwnLine(run, self._meeting, None)
         return self._lines[run.root]
@@ -181,7 +181,7 @@ class Saves:
         self._checkpointer_for(line).save(uri, state, **more)
 
     def _checkpointer_for(self, line: OwnLine | None) -> Checkpointer:
-        """Returns the checkpointer that checks a line's claim before each commit."""
+        """Returns a checkpointer whose commits fail once another job has claimed the line's run."""
         if self._checkpointer is None or self._saves_into is not line:
             if self._checkpointer is not None:
                 self._checkpointer.close()
@@ -278,6 +278,6 @@ class Saves:
             )
 
     def _check_of(self, run: CheckpointURI) -> Callable[[], None]:
-        """Returns a function that checks this job's claim of a run, if it saves into the run."""
+        """Returns a function that raises an error if another job has claimed a run of this job."""
         line = self._lines.get(run)
         return (lambda: None) if line is None else line.check_claim

@@ -292,7 +292,7 @@ def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
 
     Args:
         folder: The folder on each rank's disk.
-        meeting: The meeting of the ranks that save.
+        meeting: Connects the ranks that save.
 
     Returns:
         The content of each file that this rank saves as a uint8 tensor, by path in the folder.
@@ -343,7 +343,7 @@ def map_files_of_ranks(
 
     Args:
         folder: A folder that only this rank writes to; it may contain folders.
-        meeting: The meeting of the ranks that save.
+        meeting: Connects the ranks that save.
 
     Returns:
         On the first rank its files, on the others none; and the files of this rank that the first

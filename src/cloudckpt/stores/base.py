@@ -269,9 +269,9 @@ class ObjectStore(RangeReader):
     def copies_from(self, source: ObjectStore) -> bool:
         """Returns whether `copy` takes objects of `source`.
 
-        It does if both stores have the same vendor, endpoint and options of credentials; on Azure,
-        if both are in the same cloud. Read permission on the source is not checked;
-        `copy` fails without it.
+        On S3 and Google Cloud Storage, both stores must have the same endpoint and the same options
+        for credentials; on Azure, they must be in the same cloud; a local store copies nothing.
+        Read permission on the source is not checked; `copy` fails without it.
         """
         return False
 
@@ -297,7 +297,7 @@ class ObjectStore(RangeReader):
             if_absent: As in `put`.
 
         Raises:
-            PreconditionFailedError: If the source is no longer ``found.version``, or the key
+            PreconditionFailedError: If the source is no longer at ``found.version``, or the key
                 exists.
             ObjectNotFoundError: If the source no longer exists.
         """
@@ -379,10 +379,10 @@ class ObjectStore(RangeReader):
             return self.head(key)
 
     def written(self, key: str, attempt: str) -> ObjectInfo | None:
-        """Returns the object if that attempt has written it; else None.
+        """Returns the object if the write named `attempt` made it; else None.
 
-        For use after a request whose response was lost: it may have been carried out. The same
-        bytes written by another attempt don't count. None does not prove a failure: the request may
+        For use after the response to a write was lost: the store may have carried it out. The same
+        bytes written by another write don't count. None does not prove a failure: the request may
         still be carried out, and some stores keep no metadata.
         """
         try:
@@ -395,7 +395,7 @@ class ObjectStore(RangeReader):
         """Returns an object's checksum, as the store keeps it, else computed from a download.
 
         Raises:
-            PreconditionFailedError: If the object is no longer ``info.version``.
+            PreconditionFailedError: If the object is no longer at ``info.version``.
         """
         if info.checksum is not None:
             return info.checksum

@@ -172,7 +172,7 @@ class Credentials:
     def get(self) -> Issued:
         """Returns the source for the next request, and its secrets; renews them if they are due.
 
-        They are looked up again if they could not be fetched before. Once a source has issued
+        Credentials that could not be fetched before are looked up again. Once a source has issued
         credentials, it may do so again: its failures are then transient, so that the request is
         retried until its deadline. Otherwise the job is misconfigured, and the error is final.
 

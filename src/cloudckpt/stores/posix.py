@@ -75,7 +75,7 @@ def files_in(folder: str, prefix: str = "") -> Iterator[Path]:
 def names_in(folder: str) -> list[str]:
     """Returns the names in a folder; the names of folders end in a slash.
 
-    Symbolic links to folders and links to nothing are left out.
+    Symbolic links to folders and broken links are left out.
     """
     names = []
     with os.scandir(folder) as entries:

@@ -60,7 +60,7 @@ _OPENERS: dict[str, Callable[[], _Opener]] = {
 
 
 class _Slot:
-    """A slot for one store; threads that need it while it is opened wait, other stores do not."""
+    """Holds an open store; while it is opened, only threads that need this store wait."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -89,7 +89,7 @@ class BroadcastingTorchSaveReader(OurReader):
         """
         Args:
             checkpoint_id: The location of the file, if it is not passed to ``load``.
-            coordinator_rank: The rank that reads: the first one, which coordinates the load.
+            coordinator_rank: The rank that reads the file; it must also coordinate the load.
             config: Options.
             trust_pickle: Whether the file's pickle may run any code.
 
@@ -285,7 +285,7 @@ class BroadcastingTorchSaveReader(OurReader):
 
 
 def _batches(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[list[str]]:
-    """Yields the names of tensors for which ranks meet once: up to 16 MiB, or a larger one."""
+    """Yields the tensors' names in batches: of up to 16 MiB together, or one larger tensor."""
     names, total = list[str](), 0
     for name, (dtype, shape) in tensors.items():
         nbytes = math.prod(shape) * dtype.itemsize
@@ -299,9 +299,9 @@ def _batches(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iter
 
 
 def _region(item: ReadItem) -> tuple[slice, ...]:
-    """Returns the position of an item's elements in the whole tensor, which the file has.
+    """Returns the position of an item's elements in the whole tensor.
 
-    The planner's chunks are those of the state dict, and offsets are counted in them.
+    The planner counts offsets within the state dict's chunks, as its metadata has only these.
     """
     begin = item.storage_index.offset or (0,) * len(item.lengths)
     parts = zip(begin, item.storage_offsets, item.lengths, strict=True)

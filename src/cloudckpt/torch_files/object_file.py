@@ -32,7 +32,7 @@ _REQUESTS = 64  # reads of more than so many such requests use larger ones, on a
 
 
 def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
-    """Returns the store and the key of a file.
+    """Opens the store of a file; returns the store and the file's key.
 
     Raises:
         InvalidURIError: If the location is a bucket, or the root of the file system.
@@ -47,10 +47,10 @@ def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
 class ObjectFile(io.RawIOBase):
     """A seekable binary file that reads one version of an object.
 
-    A read after a replacement of the object raises. Reads of 32 MiB and more go over parallel
-    connections directly into the caller's memory. Smaller reads are served from a window, which
-    grows from 64 KiB to 32 MiB while reads are sequential. It uses at most 64 MiB of memory, or
-    ``memory_budget`` if that is less.
+    A read after a replacement of the object raises an error. Reads of 32 MiB and more go over
+    parallel connections directly into the caller's memory. Smaller reads are served from a window,
+    which grows from 64 KiB to 32 MiB while reads are sequential. The old and the new window use at
+    most 64 MiB of memory; both limits are lower if ``memory_budget`` is below 64 MiB.
 
     Attributes:
         info: The size and version of the object when this was made.

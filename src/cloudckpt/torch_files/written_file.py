@@ -31,7 +31,8 @@ class WrittenFile(io.BufferedIOBase):
     """A writable binary file whose object appears, or is replaced, when the file is closed.
 
     Written bytes are copied, and sent in parallel parts, from at most ``memory_budget`` bytes of
-    memory, or 1/1500 of ``expected`` if that is more, as for objects above about 100 GiB.
+    memory. Objects above about 100 GiB may need more, because the number of parts is limited and
+    six parts are in memory: 1/1500 of ``expected`` if the store allows 10,000 parts.
     After an error, also one in a ``with`` block, or if the file is not closed, nothing changes at
     the key, and no parts are left in the store; only if the answer to the last request was lost,
     the complete new object may exist. Not safe for use from several threads.

@@ -153,7 +153,7 @@ def plan_boxes(
         cover -= 1
 
     def walk(a: int, prefix: Box, first: int) -> Iterator[BoxBytes]:
-        """Yields the boxes at the indices `prefix` of the dimensions before `a`."""
+        """Yields the boxes that have the indices `prefix` in the dimensions before `a`."""
         rest = tuple((0, length) for length in lengths[a:])
         contiguous = a >= run or all(length == 1 for length in lengths[a:run])
         if a >= cover and (contiguous or extent[a] * itemsize <= limit):

@@ -131,7 +131,7 @@ class _Paced:
 
 @dataclass(slots=True)
 class _Window:
-    """Consecutive ticks: seconds, bytes, mean CPU use, and whether nearly all lanes moved bytes."""
+    """A measurement: seconds, bytes, mean CPU use, and whether nearly all lanes moved bytes."""
 
     seconds: float = 0.0
     moved: int = 0
@@ -193,17 +193,17 @@ class LaneSearch:
 
     @property
     def tick(self) -> float:
-        """Seconds until the next tick should be taken."""
+        """Seconds until the next measurement is due."""
         if self._pause and self._before is None:
             return _SLOW
         is_unclear = self._window is not None and self._window.seconds > _CLEAR
         return _CALM if is_unclear else _QUICK
 
     def add(self, *, seconds: float, moved: int, moving: int, cpu: float, is_full: bool) -> int:
-        """Takes the measurement since the last tick; returns the number of lanes to use.
+        """Takes a measurement of all lanes; returns the number of lanes to use from now on.
 
         Args:
-            seconds: Its duration.
+            seconds: The time since the last measurement.
             moved: Bytes moved by all lanes.
             moving: The number of lanes that moved any.
             cpu: The share of the CPUs that this process used.
@@ -289,7 +289,7 @@ class LaneSearch:
             self._settle(before)
 
     def _settle(self, lanes: int) -> None:
-        """Keeps `lanes` for a while, each time twice as long as before."""
+        """Keeps `lanes` for a while: each time twice as long as before, up to 30 s."""
         self._factor = 2
         first, most = _PAUSES
         self._pause = min(2 * self._pause, most) or first

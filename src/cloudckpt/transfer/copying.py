@@ -190,7 +190,7 @@ class ObjectCopy(ObjectUpload):
             moved: Called with the bytes copied since the last call, from any thread.
 
         Raises:
-            StoreError: If a multipart upload for it can't be begun.
+            StoreError: If a multipart upload for the copy can't be begun.
         """
         limits = self._store.capabilities
         self.position, self._moved = info.size, moved

@@ -101,7 +101,7 @@ def delete_quietly(
 
 
 def _try_each(store: ObjectStore, wanted: list[K], threads: int) -> dict[K, StoreError]:
-    """Tries each deletion once; returns those left with their errors, untried ones first."""
+    """Tries each deletion once; returns the keys left, untried ones first, with their errors."""
     group = TaskGroup(threads, name="cloudckpt-delete", interrupt=store.interrupt)
     failed: dict[K, StoreError] = {}
     lost: list[ConnectionLostError] = []

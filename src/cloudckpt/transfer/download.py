@@ -220,8 +220,8 @@ class Receiver:
 class Download:
     """Fetches requests on its threads, verifies and delivers them; the first failure stops all.
 
-    Most callers need only :func:`download`; this class is for those that get some bytes by other
-    means.
+    Most callers need only :func:`download`; this class is for callers that get some bytes in
+    another way.
     """
 
     def __init__(

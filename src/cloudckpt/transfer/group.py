@@ -34,7 +34,7 @@ class Cancellation:
 
     @property
     def is_set(self) -> bool:
-        """Whether the flag was set."""
+        """Whether :meth:`cancel` was called."""
         return self._event.is_set()
 
     def check(self) -> None:

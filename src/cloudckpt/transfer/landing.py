@@ -96,8 +96,8 @@ class TensorSink(Sink):
         Args:
             target: The tensor.
             dtype: The type of the stored elements.
-            source_shape: The shape of the stored tensor of which the target is a box, if elements
-                around the box lie between its own in the range.
+            source_shape: The shape of the stored tensor, if the target is a box of that tensor, and
+                the range also has elements that are not in the box; else None.
             direct: Whether the bytes may be received in the target's memory.
         """
         fits = direct and source_shape is None and target.dtype == dtype and is_plain(target)
@@ -194,7 +194,7 @@ class Segment:
     grain: int
 
     def cut(self, limit: int) -> tuple[Segment, Segment] | None:
-        """Splits the segment at its last permitted cut up to `limit`; None if it has none."""
+        """Splits the segment at its last permitted cut up to `limit`; None without such a cut."""
         if self.grain == 0:
             return None
         origin = self.want.source.offset

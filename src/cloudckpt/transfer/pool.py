@@ -78,7 +78,7 @@ class MemoryPool:
     def allocate(self, nbytes: int, *, pinned: bool) -> tuple[Any, memoryview]:
         """Returns new memory: the object that keeps it, and its bytes; `pinned`: page-locked.
 
-        It is a mapping of its own, which returns to the system as soon as it is unused: malloc
+        The memory is a separate mapping, which returns to the system once unused: malloc
         would keep memory freed by one thread from other threads and from the system.
         """
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -102,7 +102,7 @@ class MemoryPool:
         return Lease(self, memory, view)
 
     def _fitting(self, nbytes: int) -> tuple[Any, memoryview] | None:
-        """Takes the smallest free block of at least this size; else frees some, returns None."""
+        """Returns the smallest free block that fits; None after making room for a new one."""
         at = min(
             (n for n, (_, view) in enumerate(self._free) if view.nbytes >= nbytes),
             key=lambda n: self._free[n][1].nbytes,

@@ -118,7 +118,7 @@ class ObjectUpload:
             self.write(Piece(memoryview(bytes(gap))))
 
     def close(self) -> None:
-        """Ends the object."""
+        """Ends the object; the threads of ``group`` send the rest and complete it."""
         if (last := self._cutter.finish()) is not None:
             self._send(last)
         if self._upload is None:

@@ -86,8 +86,8 @@ class View:
     def each(self, look: Callable[[S], T], wanted: Iterable[S]) -> list[T]:
         """Returns the results of `look` for each of `wanted`, in the same order.
 
-        It calls ``config.requests_at_once`` of them at a time. The first failure is raised and ends
-        the view, as Ctrl-C does: requests still running must not be retried for minutes.
+        At most ``config.requests_at_once`` calls run at a time. The first failure is raised and
+        ends the view, as Ctrl-C does: requests still running must not be retried for minutes.
         """
 
         def stop(threads: Collection[int]) -> None:

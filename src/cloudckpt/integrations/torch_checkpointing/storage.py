@@ -84,7 +84,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
         self._folders: dict[tuple[object, ...], FileFolders] = {}
 
     def _at(self, path: str | os.PathLike[str]) -> tuple[FileFolders, str]:
-        """Returns the files of a path's bucket, and the key of the path there.
+        """Returns the :class:`FileFolders` of a path's bucket, and the path's key.
 
         Raises:
             InvalidURIError: If the path is not in a cloud.

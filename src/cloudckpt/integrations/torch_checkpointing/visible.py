@@ -52,11 +52,11 @@ class VisibleFiles:
         self._manifests: dict[str, tuple[str, dict[str, StoredFile]]] = {}
 
     def exists(self, key: str) -> bool:
-        """Returns whether a key is that of a file, or of a folder with files."""
+        """Returns whether there is a file at a key, or a folder with files."""
         return self.manifest(key) is not None or self.find(key) is not None or self.is_folder(key)
 
     def is_folder(self, key: str) -> bool:
-        """Returns whether a key is that of a folder with files."""
+        """Returns whether there is a folder with files at a key."""
         if self.manifest(key) is not None or any(self.beneath_folder(key)):
             return True
         return any(
@@ -70,7 +70,7 @@ class VisibleFiles:
         """Lists the names of the files and folders directly in a folder, sorted.
 
         Raises:
-            FileNotFoundError: If the folder has none.
+            FileNotFoundError: If the folder has no file that this job sees.
         """
         found: set[str] = set()
         for folder in (key, *folders_above(key)):

@@ -206,7 +206,7 @@ class Secret(ABC):
 
     @abstractmethod
     def authorize(self, method: str, url: str, headers: dict[str, str]) -> str:
-        """Authorizes a request by its headers, or by its URL, which is returned."""
+        """Adds the secret, or a signature made with it, to URL or headers; returns the URL."""
 
     @abstractmethod
     def sas_of(self, container: str, key: str) -> str:
@@ -238,7 +238,7 @@ class _Tokens:
     """
 
     def __init__(self, config: Config, uri: str, note: str, errors: Errors) -> None:
-        """Finds the sources; `note` is added to the message if none has credentials."""
+        """Prepares to fetch tokens; `note` is added to the error if no source has credentials."""
         self._uri, self._note = uri, note
         self._fetch = SharedCall(self._fetched, errors)
         self._held = AccessTokenInfo("", 0)
@@ -287,7 +287,7 @@ class _Tokens:
         )
 
     def origin(self) -> Origin:
-        """Returns which azure-identity source supplied the token (by a private attribute)."""
+        """Returns the azure-identity source that supplied the token, and the token's expiry."""
         found = getattr(self._credential, "_successful_credential", None) or self._credential
         ends = self._held.expires_on or None
         return Origin(source=f"azure-identity's {type(found).__name__}", ends=ends)
@@ -361,7 +361,7 @@ class _Given:
 
     @property
     def named_by(self) -> str:
-        """Returns the variable that holds the key or the signature."""
+        """Returns the name of the environment variable that holds the key or the signature."""
         return first_set(_CONNECTION, *(_KEY if self.key else _SAS))
 
 
@@ -400,7 +400,7 @@ def _first(variables: tuple[str, ...]) -> str:
 
 
 def _locate(host: str, config: Config, given: _Given, uri: str) -> tuple[str, str]:
-    """Returns the endpoint and the account: by the URI, else the options, else the environment."""
+    """Returns endpoint and account as the URI, else the options, else the environment name them."""
     options = config.azure
     if host:
         return f"https://{host}", _account_of(f"https://{host}")

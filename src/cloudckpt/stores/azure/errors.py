@@ -1,8 +1,8 @@
 """Maps Azure's error codes to cloudckpt's exceptions.
 
 The codes come from "Common REST API error codes" and "Blob Storage error codes" of the REST
-reference. Groups of which Azure has more codes than it documents are recognized by a word in the
-code.
+reference. Azure has more codes about leases, key vaults and immutability than it documents; these
+are recognized by such a word in the code.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class AzureStore(RestStore):
     # uploads in parts
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Returns an upload with a new id; sends nothing, as Azure begins it by the first block."""
+        """Returns an upload with a new id; sends nothing, as the first block begins it."""
         check_blob(self.root, key)
         name = random_suffix()
         upload = Upload(key, name, part_size, attempt=name)
@@ -217,7 +217,7 @@ class AzureStore(RestStore):
             self.delete(upload.key)
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
-        """Yields the uploads of new blobs of which Azure has blocks, and all begun by this process.
+        """Yields uploads that have sent blocks of a new blob, and all uploads of this process.
 
         Uploads by other processes that would replace a blob are left out: finding them would take a
         request for each blob.
@@ -340,7 +340,7 @@ def block_id(upload: Upload, number: int) -> str:
 
 
 def _upload_of(block: str) -> str:
-    """Returns the id of the upload that sent a block; for a foreign block, the block's own id."""
+    """Returns the id of the upload that sent a block; if not cloudckpt's, the block's id."""
     try:
         name = base64.b64decode(block).decode("ascii")
     except (binascii.Error, UnicodeDecodeError):

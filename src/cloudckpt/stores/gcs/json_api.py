@@ -54,8 +54,8 @@ def creation_headers(options: GCSOptions) -> dict[str, str]:
 def resource_of(options: GCSOptions, attempt: str = "") -> dict[str, Any]:
     """Returns the JSON description of a new object, according to the options.
 
-    The key of an encryption is not part of it: it is a query parameter. ``attempt``, which names
-    this write, goes into the metadata of the object.
+    The encryption key is not part of the description, but a query parameter. ``attempt``, which
+    names this write, goes into the metadata of the object.
     """
     wanted = {
         "contentType": "application/octet-stream",

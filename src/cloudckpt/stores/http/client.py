@@ -411,7 +411,7 @@ class HttpClient:
         return [0 if one is None else self._traffic.since(one) for one in using]
 
     def close(self) -> None:
-        """Closes the idle connections and ends the watch's thread."""
+        """Closes the idle connections and ends the thread of :class:`Watch`."""
         self._watch.close()
         self._manager.clear()
 

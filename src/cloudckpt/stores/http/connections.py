@@ -157,7 +157,7 @@ class _Step:
     expired: bool = False
 
     def check(self, now: float) -> None:
-        """Extends the deadline if enough bytes moved; breaks the connection if it has passed."""
+        """Extends the deadline if enough bytes moved; breaks the connection after the deadline."""
         sock = _beneath(self.connection)
         count = None if self.counter is None else _count(sock, self.counter)
         if count != self.seen or (count is None and self.counter is not None):

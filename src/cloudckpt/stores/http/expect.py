@@ -21,7 +21,7 @@ _INTERIM = (b"HTTP/1.1 1", b"HTTP/1.0 1")
 
 
 class Response(http.client.HTTPResponse):
-    """A response after any interim ones (1xx); the standard library skips only 100."""
+    """An HTTP response that skips interim responses (1xx); http.client's own skips only 100."""
 
     def begin(self) -> None:
         super().begin()

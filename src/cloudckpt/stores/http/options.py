@@ -56,7 +56,7 @@ class HttpOptions:
 
 
 def first_set(*variables: str) -> str:
-    """Returns the first of these environment variables that is set and not blank; else empty."""
+    """Returns the name of the first of these variables that is set and not blank; else empty."""
     return next((name for name in variables if os.environ.get(name, "").strip()), "")
 
 

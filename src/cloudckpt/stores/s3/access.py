@@ -1,6 +1,6 @@
 """Access to an S3 bucket: credentials, endpoint and signatures, which boto3 determines.
 
-Its errors are converted to those of :mod:`cloudckpt.errors`.
+boto3's errors are converted to those of :mod:`cloudckpt.errors`.
 """
 
 from __future__ import annotations

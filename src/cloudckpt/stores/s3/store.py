@@ -282,7 +282,7 @@ def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
 
 
 def _crc32c(made: Element) -> int | None:
-    """Returns the CRC32C in a result; None if it is missing, or made from the parts' CRC32Cs."""
+    """Returns the CRC32C in an XML result; None if missing, or made from the parts' CRC32Cs."""
     checksum = text(made, "ChecksumCRC32C")
     is_of_whole = "-" not in checksum and text(made, "ChecksumType") in ("", "FULL_OBJECT")
     return from_base64(checksum) if checksum and is_of_whole else None
