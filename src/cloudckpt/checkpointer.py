@@ -97,7 +97,7 @@ class ClosedAtExit(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Closes the object."""
+        """Ends the use of the object, and releases what it holds."""
 
     def __enter__(self) -> Self:
         return self
@@ -151,7 +151,7 @@ class Checkpointer(ClosedAtExit):
                 checkpoint, or a function that returns them; ``base``: the earlier checkpoint of an
                 incremental save, as in the writer; ``keep_existing``: whether a checkpoint at the
                 location must not be replaced, whatever the options say; ``is_first``: whether
-                values that will not load are refused unless ``unloadable`` says otherwise.
+                values that a load would refuse fail the save, if ``unloadable`` is ``"auto"``.
 
         Returns:
             None if the checkpoint is committed; otherwise two futures: the first is done when the

@@ -116,8 +116,8 @@ class BlockChecksums:
         algorithm: The algorithm of the checksums.
         block_size: Bytes of a block.
         expected: The checksums of the same blocks, if they were computed before.
-        reuse: Whether to use these for blocks that lie within one piece, without reading the bytes
-            again.
+        reuse: Whether blocks that lie within one piece take their checksum from ``expected``, so
+            that their bytes are not read again.
         item: The item, for messages.
     """
 

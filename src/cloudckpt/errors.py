@@ -422,7 +422,7 @@ class MissingKeyError(CheckpointError, KeyError):
 
 
 class ShapeMismatchError(CheckpointError, ValueError):
-    """A tensor's shape differs from its target's, or from the one that a save has planned.
+    """A tensor's shape differs from its target's, or from the shape that a save has planned.
 
     This is also raised if the target is not a tensor, or if an optimizer has other parameter groups
     than the saved one.

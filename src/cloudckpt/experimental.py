@@ -235,7 +235,7 @@ def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor, path: str, uri: str) -> None:
-    """Copies a tensor of the file into one of the state dict, which must be of the same kind."""
+    """Copies a tensor of the file into one of the state dict of equal shape, dtype and layout."""
     for attribute in ("shape", "dtype", "layout"):
         ours, theirs = getattr(target, attribute), getattr(source, attribute)
         if ours != theirs:

@@ -346,7 +346,6 @@ class CheckpointURI:
 
 
 def _absolute(path: str) -> str:
-    """Returns the absolute form of a local path."""
     try:
         return os.path.abspath(path)
     # not raised as FileNotFoundError, on which some scripts begin a new run

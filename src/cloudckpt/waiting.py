@@ -111,9 +111,9 @@ class Waiting:
 
 
 class _Lines:
-    """Determines when the next line is due; all operations of a process share one schedule.
+    """Determines when the next log line is due; all operations of a process share one schedule.
 
-    When a store fails, all of the many requests under way fail.
+    When a store fails, many requests fail at the same time, and one line is enough for them.
     """
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ class Base:
 
     Args:
         record: The record of the checkpoint, with digests; ``attempt`` is the random name of the
-            save that made it. Its columns are shared, not copied.
+            save that made it. The columns of the record are shared, not copied.
         folder: The name of the checkpoint's folder, which is set on objects that have no folder;
             empty if all objects have one.
 

@@ -142,9 +142,9 @@ def refuse_run(view: View, *, looks_inside: bool = False) -> None:
     """Refuses to save a checkpoint into the folder of a run: a folder is never both.
 
     A folder belongs to a run if it contains the run's claim (``.cloudckpt-job.json``), or folders
-    with the names of steps. This lists one page, unless the folder is itself named as a step. If
-    the listing is forbidden or keeps failing, the folder is accepted: this check must not fail a
-    save.
+    with the names of steps. This lists one page; a folder that itself has the name of a step is
+    accepted without a listing, unless ``looks_inside``. If the listing is forbidden or keeps
+    failing, the folder is accepted: this check must not fail a save.
 
     Args:
         view: The view of the location, where nothing was committed yet.

@@ -123,7 +123,7 @@ def _packed(column: torch.Tensor) -> bytes:
 class PackedColumns:
     """Reads columns from the result of :func:`pack_columns`, one after another.
 
-    Each number takes at least a byte of ``data``: memory is allocated only for numbers that exist.
+    Each number takes at least a byte of ``data``, so a damaged count can't allocate much memory.
     """
 
     def __init__(self, data: bytes | memoryview) -> None:

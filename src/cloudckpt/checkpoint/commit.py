@@ -129,7 +129,7 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
 def honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Retrier) -> bool:
     """Tests whether a store honours conditional writes, on an object that may be overwritten.
 
-    The object is written twice on conditions that do not hold, and once on one that does.
+    The object is written twice on conditions that do not hold, and once on a condition that does.
     """
     body = [memoryview(content)]
     checksum = store.capabilities.checksum.of(content)

@@ -46,7 +46,7 @@ class Fetched:
     """The last bytes of a commit object, or all of them.
 
     Attributes:
-        info: The commit object.
+        info: Key, size and version of the commit object.
         data: The bytes of the commit object from some offset to its end.
     """
 
@@ -100,7 +100,7 @@ class CommitObject:
     """The parsed contents of a commit object: metadata, record, notes and trailer.
 
     Attributes:
-        info: The commit object.
+        info: Key, size and version of the commit object.
         metadata: torch's metadata; made lazily if there is a record.
         record: The record of cloudckpt; None if another writer wrote the commit object.
         notes: The notes, as stored.

@@ -52,12 +52,12 @@ def record_name(name: str, job: str) -> str:
 
 
 def is_content_name(name: str) -> bool:
-    """Whether a name, or key, has the form that :func:`content_name` gives it."""
+    """Whether a name or key can be that of an object with a file's bytes, by its form."""
     return _CONTENT.fullmatch(name) is not None
 
 
 def is_record_name(name: str) -> bool:
-    """Whether a name, or key, has the form that :func:`record_name` gives it."""
+    """Whether a name or key can be that of the record of an uncommitted file, by its form."""
     return _RECORD.fullmatch(name) is not None
 
 

@@ -39,7 +39,11 @@ __all__ = ["load_metadata"]
 
 
 def _check(metadata: Metadata) -> None:
-    """Checks the contents of fields that readers use."""
+    """Checks the types of the fields of unpickled metadata that readers use.
+
+    Raises:
+        ValueError: If a field has other contents than torch writes.
+    """
     table_of_metadata(Metadata(metadata.state_dict_metadata))
     if not isinstance(metadata.storage_meta, (StorageMeta, type(None))):
         raise ValueError("invalid metadata: storage_meta is not a StorageMeta")
@@ -98,7 +102,7 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
 
 
 def _instance_of(cls: type[Any], *, more: bool = False) -> Constructor:
-    """Returns a function that makes instances of a dataclass of torch from their fields.
+    """Returns a constructor of a dataclass of torch, which takes the fields as pickled state.
 
     Args:
         cls: The class.

@@ -79,7 +79,7 @@ def index_bytes(
     """Returns the bytes of an index, given its columns, with one entry for each item.
 
     Args:
-        heads: Bytes of the envelopes before the payloads.
+        heads: Bytes of the envelopes before the payloads (:mod:`cloudckpt.checkpoint.envelope`).
         tails: Bytes of the envelopes after the payloads.
         codes: The numbers of the element types; 0 for a pickled value.
         raw_lengths: Bytes of the payloads.

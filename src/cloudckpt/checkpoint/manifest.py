@@ -40,7 +40,7 @@ __all__ = ["Manifest", "Planned", "earlier_objects"]
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of all ranks: what each writes in this save, and in later ones of this structure.
+    """The plan of all ranks: what each writes in this save, and in later ones of equal structure.
 
     If it is made before the ranks write, their own plans need not be kept meanwhile.
 
@@ -48,7 +48,7 @@ class Planned:
         table: The names and chunks of all ranks.
         rows: By rank, the table's rows of the items in its plan, in the plan's order.
         checksum: The checksum algorithm of the store.
-        structure: The nesting that flattening has removed from the state dicts of all ranks; None
+        structure: The keys and empty dicts of all ranks' state dicts that torch's paths lose; None
             if each rank reports it after it has written.
     """
 

@@ -41,7 +41,7 @@ class IndexItem:
     """An item's entry in an object index: its sizes, element type and checksums.
 
     Attributes:
-        head: Bytes of the envelope before the payload.
+        head: Bytes of the envelope (:mod:`cloudckpt.checkpoint.envelope`) before the payload.
         tail: Bytes of the envelope after the payload.
         dtype: The element type of a plain tensor; None for anything else, which has no envelope.
         raw_length: Bytes of the payload.

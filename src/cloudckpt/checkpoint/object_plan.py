@@ -2,9 +2,8 @@
 
 In an object, each item begins at a multiple of 64, and has its bytes within an envelope, the bytes
 that make them a file for ``torch.load``. A plan names an item's bytes by a buffer number and an
-offset in that buffer. So a thread of the trainer and the
-saving process, which maps the same buffers, carry out a plan by the same code. Nothing here uses
-torch.
+offset in that buffer. So a thread of the trainer and the saving process, which maps the same
+buffers, carry out a plan by the same code. Nothing here uses torch.
 """
 
 from __future__ import annotations
@@ -216,7 +215,7 @@ class StoredForm(NamedTuple):
     """The layout of an item in an object: envelope, size and element type, but not its values.
 
     Attributes:
-        head: The envelope before the item's bytes.
+        head: The envelope (:mod:`cloudckpt.checkpoint.envelope`) before the item's bytes.
         nbytes: The size of the item in bytes, without the envelope.
         tail: The envelope after the item's bytes.
         dtype: The number of the element type in the index; 0 if it is not a plain tensor.
@@ -270,7 +269,7 @@ class Buffers(Protocol):
     def pool(self) -> MemoryPool: ...
 
     def views(self, plan: ObjectPlan) -> Iterable[memoryview]:
-        """Returns a view of each item's bytes, which the caller copies before it takes the next."""
+        """Yields a view of each item's bytes, which is valid until the next view is taken."""
 
     def pieces(self, buffer: int, start: int, nbytes: int) -> Iterable[Piece]:
         """Returns the bytes of one item as pieces to be sent."""

@@ -80,7 +80,7 @@ _PENDING = re.compile(r"__\d+\.[0-9a-f]{16}\.pending")
 
 
 def is_pending_name(name: str) -> bool:
-    """Whether a name has the form that :func:`pending_name` gives it."""
+    """Whether a name has the form of a pending object's name (:func:`pending_name`)."""
     return _PENDING.fullmatch(name) is not None
 
 
@@ -111,7 +111,7 @@ def keeps_in(folder: CheckpointURI) -> str:
 
 
 def is_keep_name(name: str) -> bool:
-    """Whether a name has the form that :func:`keep_name` gives it."""
+    """Whether a name has the form of a mark's name (:func:`keep_name`)."""
     return re.fullmatch(re.escape(KEPT_FOR) + "[0-9a-f]{16}", name) is not None
 
 
@@ -203,9 +203,10 @@ class WrittenObject:
         return f"../{self.folder}/{name}" if self.folder else name
 
     def seen_from(self, folder: str) -> WrittenObject:
-        """Returns the object as the checkpoint in ``folder`` names it: its own have no folder.
+        """Returns the object as named by the checkpoint in ``folder``.
 
-        A name with the checkpoint's own folder would break when the folder is renamed.
+        Objects in that folder itself are named without it, so that they are found after the folder
+        was renamed.
         """
         return dataclasses.replace(self, folder="") if self.folder == folder else self
 
@@ -300,7 +301,7 @@ def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
     """Returns a sentence that names checkpoints beneath a location, as a hint for an error message.
 
-    The text is empty if a short listing shows no checkpoint, or fails; it is not retried.
+    The text is empty if a short listing shows no checkpoint, or fails: a failure is not retried.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")

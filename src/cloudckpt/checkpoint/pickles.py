@@ -2,7 +2,7 @@
 
 A pickle is a program that imports, calls and changes whatever it names. :class:`Unpickler` gives it
 a stub class for each name, which exists for one load, and whose instances keep the arguments of a
-call and the state of an object. A :class:`Builder` makes values of stubs by the constructors that
+call and the state of an object. A :class:`Builder` turns stubs into values by the constructors that
 it is given. So no code of the pickle's author runs, and no existing object changes. The memory that
 a pickle takes is not limited, nor is its depth: a hostile file may end the process that reads it.
 """
@@ -121,10 +121,14 @@ Raises ValueError or TypeError if no such value is pickled with these.
 
 
 def call_of(kind: Callable[..., Any], *kinds: type[Any]) -> Constructor:
-    """Returns a constructor that calls ``kind``, and refuses other arguments by a ValueError.
+    """Returns a constructor for a :class:`Builder` that calls ``kind`` with checked arguments.
 
-    Each argument must be an instance of one of ``kinds``, not of a derived class; there must be no
-    state.
+    The constructor raises ValueError if the pickle sets a state, or the class of an argument is not
+    in ``kinds``; derived classes do not count.
+
+    Args:
+        kind: The class or function to call.
+        kinds: The classes that arguments may have.
     """
 
     def make(arguments: tuple[Any, ...], state: Any) -> Any:

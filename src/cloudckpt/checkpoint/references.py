@@ -199,7 +199,7 @@ def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
     """Checks that a base is in the same parent folder as ``uri``, as references require.
 
     Raises:
-        ConfigError: If the base is in another folder, or one of both is the root of a bucket.
+        ConfigError: If the base is in another folder, or either location is the root of a bucket.
     """
     if not base.folder or not uri.folder or base.parent != uri.parent:
         raise ConfigError(
@@ -255,7 +255,7 @@ def _check_trusted(store: ObjectStore, base: CheckpointURI, commit: CommitObject
     """Checks that no object of a base is known to be damaged (:func:`distrust`).
 
     Raises:
-        CheckpointCorruptError: If one is.
+        CheckpointCorruptError: If an object is known to be damaged.
     """
     with _lock:
         found = _damaged.intersection(store.uri(base.key(one.name)) for one in commit.objects)

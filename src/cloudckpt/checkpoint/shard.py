@@ -157,7 +157,7 @@ class Memory(Protocol):
         """Takes bytes, kept alive by ``owner``; returns their buffer number and offset."""
 
     def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Takes a strided tensor, row-major; returns the buffer number, and its offset there."""
+        """Takes a tensor's elements in row-major order; returns buffer number and offset."""
 
 
 class Layout(Protocol):

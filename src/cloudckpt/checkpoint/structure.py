@@ -53,7 +53,7 @@ class Structure:
 
     @classmethod
     def merged(cls, parts: Sequence[Structure], uri: str) -> Structure:
-        """Merges the structures of all ranks; the lowest rank wins a contradiction, as in torch."""
+        """Merges the structures of all ranks; of contradicting keys, the lowest rank's is used."""
         if all(part == parts[0] for part in parts):  # as in most jobs
             return parts[0] if parts else cls()
         keys: dict[Path, Key] = {}
@@ -264,7 +264,7 @@ class Flat:
         )
 
     def true(self, path: Path) -> tuple[Any, ...]:
-        """Returns a path with the original keys instead of their strings."""
+        """Returns a path in which the strings are replaced by the original keys."""
         return tuple(self.keys.get(path[: depth + 1], path[depth]) for depth in range(len(path)))
 
     def structure(self) -> Structure:

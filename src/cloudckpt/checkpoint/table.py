@@ -40,10 +40,10 @@ _MOST_DIMS = 64  # numpy's limit; columns are walked once for each number of dim
 class Form(NamedTuple):
     """The shape, element type and ``requires_grad`` of a named tensor.
 
-    For a value that is not a tensor, the shape is None, and the rest means nothing.
+    For a value that is not a tensor, the shape is None, and the other fields mean nothing.
 
     Of torch's ``TensorProperties``, the layout, the memory format and whether a tensor was pinned
-    are left out: they say how it was in memory, and no reader uses them.
+    are left out: they describe the tensor in memory, and no reader uses them.
 
     Attributes:
         shape: The shape of the whole tensor; None for a value that is not a tensor.
@@ -158,7 +158,7 @@ class Table:
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
-        """For each name, the row of its first chunk in ``chunks[dims]``; 0 for other values.
+        """For each name of a tensor, the row of its first chunk in ``chunks[dims]``; else 0.
 
         ``dims`` is the number of dimensions of the tensor.
         """

@@ -139,7 +139,8 @@ def groups_joined() -> int:
 def is_filled(plans: list[SavePlan], metadata: Metadata) -> bool:
     """Whether the chunks of all tensors fill them, without overlaps, by torch's own check.
 
-    Older versions of torch (such as 2.9) return just that, newer ones a list of errors.
+    torch's check returns a boolean in older versions (such as 2.9), a list of errors in newer
+    ones.
     """
     found: Any = _validate_global_plan(plans, metadata)
     return found is True or found == []

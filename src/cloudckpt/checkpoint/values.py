@@ -318,8 +318,8 @@ class Unloadable:
     Args:
         uri: The checkpoint.
         setting: ``refuse`` refuses all of them; ``warn`` logs each item and type once; ``auto``
-            refuses only an object that contains a ``Stateful`` object, whose ``load_state_dict`` a
-            load would not call, and logs the others.
+            refuses only a value that contains a ``Stateful``, whose ``load_state_dict`` a load
+            would not call, and logs the others.
     """
 
     def __init__(self, uri: str, setting: str) -> None:

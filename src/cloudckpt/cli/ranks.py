@@ -45,7 +45,10 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group of all ranks; None for a single process. Drop it before the process ends."""
+        """The group of all ranks; None for a single process.
+
+        Drop all references to the group before the process ends.
+        """
         if not self.are_many:
             return None
         import torch.distributed as dist
@@ -58,8 +61,8 @@ def together(wanted: bool | None) -> Iterator[Ranks]:
     """Joins the ranks of a launcher, on one machine or many, for the time of the block.
 
     An error, which the block must raise on all ranks, is printed by rank 0, and ends all ranks with
-    the same exit code. No rank ends before that, because torchrun stops all ranks when the
-    first process ends.
+    the same exit code. No rank ends before that, because torchrun stops all ranks when the first
+    process ends.
 
     Args:
         wanted: Whether there are several ranks, by the user's flag; None checks for torchrun.

@@ -262,10 +262,10 @@ class _Adoption:
             raise self._incomplete(f"the ranks' reports do not fit together: {exc}") from exc
 
     def _check_objects(self, objects: Iterable[WrittenObject]) -> None:
-        """Checks that all objects have the recorded size and checksum, and can't be swept yet.
+        """Checks that all objects have the recorded size and checksum, and can't be swept soon.
 
         Raises:
-            IncompleteSaveError: If an object is missing, differs, or is too old.
+            IncompleteSaveError: If an object is missing, differs from the record, or is too old.
         """
         view, below = self._run.view, self._uri.key(OF_RANKS)
         young = clock_of(self._run) - LONGEST_SAVE

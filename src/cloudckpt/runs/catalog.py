@@ -224,7 +224,7 @@ class Run:
             return Owner.read(store, self.root.key(CLAIM), view.retrier)
 
     def notes(self, step: int) -> Notes:
-        """Reads the notes of a step; the step that they name is the one of the folder.
+        """Reads the notes of a step; sets ``Notes.step`` to this step, whatever was stored.
 
         Raises:
             CheckpointNotFoundError: If the step is not committed.
@@ -243,10 +243,11 @@ class Run:
     ) -> Iterator[tuple[int, Notes | CloudCheckpointError, bool]]:
         """Yields the committed steps, newest first: step, notes, whether the step is on the line.
 
-        Notes are read on demand, so an unreadable old step does not fail a caller that needs a
-        newer one. Instead of notes that can't be read the error is yielded, and the step counts as
-        on the line. If no step is left on the line that the claim describes, the newest step
-        decides, and the steps on its line are yielded once more.
+        :mod:`cloudckpt.runs.line` says which steps are on the line. Notes are read on demand, so
+        an unreadable old step does not fail a caller that needs a newer one. If the notes of a step
+        can't be read, the error is yielded in their place, and the step counts as on the line. If
+        no step is left on the line that the claim describes, the newest step decides which steps
+        are on the line, and these are yielded once more.
 
         Args:
             steps: The steps to read, oldest first, the newest of the run among them; None reads

@@ -200,7 +200,12 @@ class OwnLine(CommitHook):
         self._inner.after_commit(uri, metadata)
 
     def go_on_from(self, step: int | None, notes: Notes | None) -> None:
-        """Makes the next save continue the restored step; None if there was no step to restore."""
+        """Makes the next save continue a restored step.
+
+        Args:
+            step: The restored step; None if there was no step to restore.
+            notes: The notes of the step; None without a step.
+        """
         continues = {} if step is None or notes is None else notes.continued_at(step)
         if len(continues) > _MANY_JOBS:
             history = self._meeting.broadcast_from_first(self.run.history)
@@ -245,7 +250,7 @@ class OwnLine(CommitHook):
     def explain(self, error: CloudCheckpointError) -> None:
         """Rewrites the message of a CheckpointExistsError if the job did not call ``restore()``.
 
-        Without it, a save replaces no step, even if the options allow it.
+        Without a call of ``restore()``, a save replaces no step, even if the options allow that.
         """
         if isinstance(error, CheckpointExistsError) and not self.has_restored:
             error.message = (
@@ -255,7 +260,7 @@ class OwnLine(CommitHook):
             )
 
     def _claim_run(self, *, saves: bool) -> tuple[str, bool]:
-        """Claims the run on rank 0 if a save begins a new line, or no claim was made or answered.
+        """Claims the run on rank 0 if a save begins a new line, or no claim was made or it failed.
 
         A save waits for up to ten seconds; if the store has not answered by then, the commits of
         saves that begin now wait for the claim, and fail if it fails. A deletion waits for the

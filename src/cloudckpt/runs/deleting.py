@@ -143,14 +143,12 @@ def delete_run(
 
 
 def _remove_empty(location: CheckpointURI, folders: Iterable[str]) -> None:
-    """Removes folders of a file system if they are empty."""
     for folder in folders if location.scheme == "file" else ():
         with contextlib.suppress(OSError):  # the folder holds other files
             os.rmdir(folder)
 
 
 def _is_of_the_same_save(first: CommitObject, second: CommitObject | None) -> bool:
-    """Returns whether two commit objects were written by the same save."""
     if second is None:
         return False
     if first.record is not None and second.record is not None:

@@ -56,10 +56,10 @@ def verify(
     If this returns, each byte is unchanged, including torch's format around each tensor and the
     metadata for other readers. If an object differs, its blocks are compared to find the damaged
     items. All damage is reported, not only the first; but if an object's list of block checksums
-    (its index) is damaged, only that list is reported.
-    Of objects that an incremental checkpoint shares with others, only its own items are read. At
-    most ``memory_budget`` bytes of memory are used. A checkpoint of torch's own writers has no
-    checksums: only the presence of all bytes is checked.
+    (its index) is damaged, only that list is reported. Of objects that an incremental checkpoint
+    shares with others, only its own items are read. At most ``memory_budget`` bytes of memory are
+    used. A checkpoint of torch's own writers has no checksums: only the presence of all bytes is
+    checked.
 
     Args:
         uri: The location of the checkpoint, for example ``s3://bucket/path``.
