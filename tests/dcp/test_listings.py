@@ -19,7 +19,7 @@ class Remembering(AbstractFileSystem):
 
     protocol = ("s3", "s3a")
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place | None) -> None:
         super().__init__()
         self._place = place
 
@@ -32,7 +32,12 @@ class Remembering(AbstractFileSystem):
 
 
 class Derived(Remembering):
-    """A class that others build on it."""
+    """A class that others build on it; without a place, its cache can't be cleared."""
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        if self._place is None:
+            raise ArithmeticError("not this one")
+        super().invalidate_cache(path)
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def listing(s3, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where a torch that takes a URI for a folder would save
     # a class that can't be asked which URIs it is for hinders no other
     monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.protocol", None)
-    made = Derived(s3)
+    _other, made = Derived(None), Derived(s3)  # nor does one whose cache can't be cleared
     assert made.ls() == []
     yield made
     Derived.clear_instance_cache()

@@ -26,18 +26,19 @@ def forget_listings() -> None:
     base = getattr(sys.modules.get("fsspec.spec"), "AbstractFileSystem", None)
     waiting: list[Any] = [] if base is None else [base]
     while waiting:
-        kind = waiting.pop()
+        item = waiting.pop()
         try:
-            waiting += kind.__subclasses__()
-            protocol = getattr(kind, "protocol", None) or ()
+            if not isinstance(item, type):
+                item.invalidate_cache()
+                continue
+            waiting += item.__subclasses__()
+            protocol = getattr(item, "protocol", None) or ()
             names = {protocol} if isinstance(protocol, str) else set(protocol)
-            cached = vars(kind).get("_cache", {}) if names & _PROTOCOLS else {}
-            for files in list(cached.values()):
-                files.invalidate_cache()
+            waiting += vars(item).get("_cache", {}).values() if names & _PROTOCOLS else ()
         except Exception as error:  # noqa: BLE001 - another library must not make a save fail
             logger.warning(
                 "fsspec's cached listings of %s could not be cleared, and may be out of date: call "
                 "its invalidate_cache() before you list: %r",
-                kind.__name__,
+                getattr(item, "__name__", type(item).__name__),
                 error,
             )
