@@ -1,6 +1,7 @@
 """What ranks have under one name is compared, as of several copies one is saved."""
 
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -107,6 +108,9 @@ def _told_of(place: Place, kind, drawn: list[set[str]]) -> list[set[str]]:
             with warnings_of_ours() as texts:
                 _save(kind, _state(step, unlike), place)
             assert len(texts) <= 1
+            cloudckpt.load(loaded := {"text": ""}, checkpoint_id=place.uri, config=place.config)
+            for kept in re.findall(r"text: ranks? (\d)", "".join(texts)):  # the first is saved
+                assert loaded["text"] == f"epoch {step + 100 * int(kept)}"
             found.append(_named("".join(texts)))
     finally:
         close_async_savers()

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 
 from cloudckpt.checkpoint.columns import column_of
@@ -102,6 +102,7 @@ class Described(NamedTuple):
         digest: The digest of the copy.
         kind: The name of the value's class.
         mesh: The ranks of a DTensor's mesh; None for other values.
+        is_kept: Whether the rank has written this copy, so that the checkpoint has it.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Described(NamedTuple):
     digest: int
     kind: str
     mesh: frozenset[int] | None = None
+    is_kept: bool = False
 
 
 class Copies(NamedTuple):
@@ -130,10 +132,10 @@ class Copies(NamedTuple):
             total += weight * digest_of_all(values, samples=self.samples)
         return total & _ALL
 
-    def described(self, planner: DefaultSavePlanner) -> list[Described]:
-        """Returns the digest of each copy."""
+    def described(self, planner: DefaultSavePlanner, plan: SavePlan) -> list[Described]:
+        """Returns the digest of each copy; ``plan`` has the items that this rank writes."""
         items = [item for _, of_set in self.sets for item in of_set]
-        return Digests(items, planner, planner.state_dict, self.samples).of_all()
+        return Digests(items, planner, planner.state_dict, self.samples).of_all(plan)
 
 
 @dataclass(eq=False)
@@ -162,12 +164,17 @@ class Digests:
         if self._left.pop(item.index, None) is not None:
             self._add(item, _value(item, self.planner, lambda: data))
 
-    def of_all(self) -> list[Described]:
-        """Returns the digests of all items; asks the planner for data that were not added."""
+    def of_all(self, plan: SavePlan) -> list[Described]:
+        """Returns the digests of all items; asks the planner for data that were not added.
+
+        Args:
+            plan: The plan with the items that this rank writes.
+        """
         for item in self._left.values():
             self._add(item, _value(item, self.planner))
         self._left = {}
-        return self._made
+        kept = {(item.index.fqn, item.index.offset) for item in plan.items}
+        return [one._replace(is_kept=(one.name, one.offsets) in kept) for one in self._made]
 
     def _add(self, item: WriteItem, value: Any) -> None:
         name, offsets = item.index.fqn, item.index.offset
@@ -232,12 +239,12 @@ def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses:
     """
     groups: dict[tuple[str, Any], dict[tuple[str, int], list[int]]] = {}
     meshes: dict[str, set[frozenset[int]]] = {}
-    for rank, copies in enumerate(by_rank):
-        for copy in copies:
-            of_place = groups.setdefault((copy.name, copy.offsets), {})
-            of_place.setdefault((copy.kind, copy.digest), []).append(rank)
-            if copy.mesh is not None:
-                meshes.setdefault(copy.name, set()).add(copy.mesh)
+    copies = [(rank, copy) for rank, of_rank in enumerate(by_rank) for copy in of_rank]
+    for rank, copy in sorted(copies, key=lambda entry: not entry[1].is_kept):
+        of_place = groups.setdefault((copy.name, copy.offsets), {})
+        of_place.setdefault((copy.kind, copy.digest), []).append(rank)
+        if copy.mesh is not None:
+            meshes.setdefault(copy.name, set()).add(copy.mesh)
     unlike: dict[str, str] = {}
     for (name, _), by_digest in groups.items():
         if len(by_digest) > 1:
@@ -251,12 +258,12 @@ def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses:
     first = news[0]
     text = (
         f"{len(news)} {'entry differs' if len(news) == 1 else 'entries differ'} between ranks, "
-        "and the checkpoint keeps one copy of each. Ranks with the same copy: "
-        f"{first_few((unlike[name] for name in news), '; ', _NAMED)}. If each rank has its own "
-        "value, wrap it in cloudckpt.per_rank(value), or put the rank, the stage or the expert "
-        f"into its name, for example {{f'{first}.{{rank}}': ...}}; if all ranks share it, make it "
-        "equal before the save, for example by a broadcast. Config(replicas='trust') turns this "
-        "comparison off"
+        "and the checkpoint keeps one copy of each, that of the rank named first. Ranks with the "
+        f"same copy: {first_few((unlike[name] for name in news), '; ', _NAMED)}. If each rank has "
+        "its own value, wrap it in cloudckpt.per_rank(value), or put the rank, the stage or the "
+        f"expert into its name, for example {{f'{first}.{{rank}}': ...}}; if all ranks share it, "
+        "make it equal before the save, for example by a broadcast. Config(replicas='trust') turns "
+        "this comparison off"
     )
     if refuses:
         raise KeyCollisionError(text, uri=uri, item=first)

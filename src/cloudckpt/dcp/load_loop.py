@@ -44,8 +44,7 @@ logger = logging.getLogger("cloudckpt")
 
 
 def load_together(
-    meeting: Meeting,
-    begin: Callable[[], tuple[StorageReader, LoadPlanner | None, Content]],
+    meeting: Meeting, begin: Callable[[], tuple[StorageReader, LoadPlanner | None, Content]]
 ) -> tuple[dict[str, Any], LoadReport]:
     """Loads into a state dict; a collective call, which raises the same error on all ranks.
 
@@ -223,10 +222,7 @@ class _Load:
         terms = terms._replace(gathers=own is not DefaultLoadPlanner.create_global_plan)
         if self._meeting.group is None:
             return terms
-        return terms._replace(
-            shares=ours.config.shared_reads,
-            metadata=ours.packed(),
-        )
+        return terms._replace(shares=ours.config.shared_reads, metadata=ours.packed())
 
     def _local_plan(self, terms: _Terms) -> LoadPlan:
         is_first, reader, planner = self._meeting.rank == 0, self._reader, self._planner

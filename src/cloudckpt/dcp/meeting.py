@@ -37,11 +37,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt._version import __version__
-from cloudckpt.checkpoint.torch_private import (
-    Collectives,
-    device_for_collectives,
-    store_of_group,
-)
+from cloudckpt.checkpoint.torch_private import Collectives, device_for_collectives, store_of_group
 from cloudckpt.dcp.failures import break_off, one_error, portable, portable_errors
 from cloudckpt.dcp.gloo_threads import let_finish
 from cloudckpt.errors import (

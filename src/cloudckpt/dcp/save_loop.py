@@ -192,7 +192,7 @@ class SaveLoop:
                 return writer.attempt
 
         def describe_copies() -> list[Described]:
-            return plan.copies.described(planner)
+            return plan.copies.described(planner, entries[0].plan)
 
         def compare_copies(by_rank: list[list[Described]]) -> str:
             refuse_or_tell(by_rank, self._uri, refuses=writer.config.replicas == "refuse")

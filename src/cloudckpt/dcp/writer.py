@@ -369,7 +369,7 @@ class CloudStorageWriter(OurWriter):
             )
         record = self.send(plan, planner)
         indices = tuple(item.index for item in plan.items)
-        copies = [] if self._digests is None else self._digests.of_all()
+        copies = [] if self._digests is None else self._digests.of_all(plan)
         report = Report(record, indices, copies)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), 0, report)])
