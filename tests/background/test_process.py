@@ -24,10 +24,7 @@ from cloudckpt.background.process import _Worker
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.background.sender import CurrentSave, Sending
 from cloudckpt.config import MIB
-from cloudckpt.errors import (
-    SaveProcessError,
-    StagingMemoryError,
-)
+from cloudckpt.errors import SaveProcessError, StagingMemoryError
 from dcp.values import numbered
 from evolving.values import FORMS
 from faults.states import BIG
@@ -171,10 +168,7 @@ NO_FILES = mock.Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE)
 )
 def test_a_process_that_can_not_be_started_is_told_by_name(owner, name, value, why):
     before = open_files()
-    with (
-        mock.patch.object(owner, name, value),
-        pytest.raises(SaveProcessError, match=why),
-    ):
+    with mock.patch.object(owner, name, value), pytest.raises(SaveProcessError, match=why):
         saver()
     assert open_files() == before
 

@@ -11,10 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import (
-    DefaultStager,
-    StagingOptions,
-)
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import cloudckpt

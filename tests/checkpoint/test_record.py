@@ -29,11 +29,7 @@ NOTHING = torch.tensor([], dtype=torch.int64)
 
 def whole(*, digests=False, written=True) -> Record:
     """A matrix in two parts, a value, and a tensor of no dimensions, one behind the other."""
-    forms = [
-        Form((4, 6), torch.float32, requires_grad=True),
-        VALUE,
-        Form((), torch.int8),
-    ]
+    forms = [Form((4, 6), torch.float32, requires_grad=True), VALUE, Form((), torch.int8)]
     halves = Chunks(torch.tensor([[0, 0], [2, 0]]), torch.tensor([[2, 6]] * 2))
     point = Chunks(torch.empty(1, 0).long(), torch.empty(1, 0).long())
     numbers = torch.tensor([[0, 1, 2], [2, 1, 1]])

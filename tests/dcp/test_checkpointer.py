@@ -53,8 +53,7 @@ class Failing(CommitHook):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"strict": True}, {"state_dict": {}, "default_map_location": "cpu"}],
+    "options", [{"strict": True}, {"state_dict": {}, "default_map_location": "cpu"}]
 )
 def test_options_of_a_load_that_do_not_fit_together_are_refused(local, options):
     with make_sync_checkpointer(config_of(local)) as checkpointer, pytest.raises(ConfigError):

@@ -63,10 +63,7 @@ def _in_a_stock_thread(place: Place) -> None:
 
 def _in_a_process(place: Place) -> None:
     cloudckpt.async_save(
-        _state(),
-        checkpoint_id=place.uri,
-        config=place.config,
-        async_checkpointer_type=_PROCESS,
+        _state(), checkpoint_id=place.uri, config=place.config, async_checkpointer_type=_PROCESS
     ).result(_PATIENCE)
 
 

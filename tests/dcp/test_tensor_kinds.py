@@ -8,10 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch._subclasses import FakeTensorMode
-from torch.distributed.checkpoint import (
-    DefaultSavePlanner,
-    FileSystemReader,
-)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt

@@ -92,10 +92,7 @@ def test_a_slow_link_carries_a_save_and_a_load(saved, store, proxy, endpoint):
 
 
 class TestDamageOnTheWay:
-    @pytest.mark.parametrize(
-        ("path", "at"),
-        [("*.distcp", SMALL // 2), ("*/.metadata", 100)],
-    )
+    @pytest.mark.parametrize(("path", "at"), [("*.distcp", SMALL // 2), ("*/.metadata", 100)])
     def test_what_was_damaged_once_is_fetched_again(self, saved, proxy, shaky, path, at):
         uri = saved()
         rule = proxy.inject(Corrupt(at), operation="GetObject", path=path, times=1)

@@ -94,11 +94,7 @@ def test_a_signed_url_is_not_logged_by_urllib3(open_s3, caplog, name):
 
 @pytest.mark.parametrize(
     ("configured", "named", "is_sent"),
-    [
-        ("", "account", False),
-        ("account", "account", True),
-        ("another", "account", False),
-    ],
+    [("", "account", False), ("account", "account", True), ("another", "account", False)],
 )
 def test_a_signature_is_sent_to_the_configured_account_only(
     monkeypatch, azure_key, configured, named, is_sent

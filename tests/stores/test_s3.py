@@ -155,10 +155,7 @@ def test_on_aws_the_bucket_is_followed_to_another_host(anonymous):
     assert [sent(url)[0] for url in urls] == urls
     assert access.follow("eu-west-3", *sent(urls[0]))
     host = "https://bucket.s3.eu-west-3.amazonaws.com/"
-    assert [sent(url)[0] for url in urls] == [
-        f"{host}run/object?partNumber=1",
-        f"{host}?delete",
-    ]
+    assert [sent(url)[0] for url in urls] == [f"{host}run/object?partNumber=1", f"{host}?delete"]
     assert access.region == "eu-west-3"
     assert not access.follow("eu-west-3", *sent(urls[0]))
 

@@ -213,10 +213,7 @@ def here(request, monkeypatch, tmp_path, stub_server):
 STORES = {
     "aws": ("s3", lambda url: S3Store("b", Config(s3=S3Options(endpoint_url=url)))),
     "google": ("google", lambda url: GCSStore("b", Config(gcs=GCSOptions(endpoint_url=url)))),
-    "azure": (
-        "azure",
-        lambda url: AzureStore("b", Config(azure=AzureOptions(endpoint_url=url))),
-    ),
+    "azure": ("azure", lambda url: AzureStore("b", Config(azure=AzureOptions(endpoint_url=url)))),
 }
 
 

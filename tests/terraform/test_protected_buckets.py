@@ -66,8 +66,7 @@ def locked(s3_client):
     s3_client.create_bucket(Bucket=name, ObjectLockEnabledForBucket=True)
     retention = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}
     s3_client.put_object_lock_configuration(
-        Bucket=name,
-        ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": retention},
+        Bucket=name, ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": retention}
     )
     return name
 

@@ -109,10 +109,7 @@ def test_slices_cover_a_tensor_once_in_row_major_order(shape, itemsize, limit):
     seen = []
     for part in row_major_slices(shape, itemsize, limit):
         elements = numbers[(*(slice(at, at + length) for at, length in part.box), ...)].reshape(-1)
-        assert (part.start, part.stop) == (
-            elements[0] * itemsize,
-            (elements[-1] + 1) * itemsize,
-        )
+        assert (part.start, part.stop) == (elements[0] * itemsize, (elements[-1] + 1) * itemsize)
         assert elements.size * itemsize <= max(limit, itemsize)
         assert (np.diff(elements) == 1).all()
         assert part.contiguous
