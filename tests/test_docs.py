@@ -1,5 +1,6 @@
 """The documentation says what the code does."""
 
+import ast
 import os
 import re
 import runpy
@@ -149,6 +150,20 @@ def test_the_examples_of_a_page_run(page, s3_url, bucket, tmp_path):
         job = {"code": code, "endpoint": s3_url, "place": place, "folder": str(folder)}
         with child(_run, **job) as running:
             assert running.wait()[0] == 0, code
+
+
+def test_the_headings_of_troubleshooting_are_parts_of_messages():
+    files = (ROOT / "src").rglob("*.py")
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    constants = [
+        node for node in nodes if type(node) is ast.Constant and id(node) not in docstrings
+    ]
+    texts = "\0".join(str(constant.value) for constant in constants)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    headings = re.findall(r"^### [\w ]+: `(.+)`$", page, re.MULTILINE)
+    assert "which is saved as one value, but holds a Stateful" in headings
+    assert [heading for heading in headings if heading not in texts] == []
 
 
 def test_all_that_is_public_is_in_the_reference():
