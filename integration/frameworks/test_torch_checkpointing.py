@@ -85,3 +85,11 @@ def test_the_newest_are_kept_and_nothing_of_another_run_is_deleted(
         b"%d" % step for step in range(1, 6)
     ]
     assert not cloudckpt.sweep(run, older_than=0).objects
+    newest, pending = Path(f"{run}/step-5"), Path(f"{run}/tmp_step-6/metadata.pkl")
+    assert (storage.isdir(newest), storage.getsize(newest / "metadata.pkl")) == (True, 1)
+    assert storage.remap_path(newest) == f"{run}/step-5"
+    with storage.stream_write(pending) as file:
+        file.write(b"6")
+    assert storage.stream_read(pending).read() == b"6"
+    storage.delete(pending)
+    assert not storage.exists(pending)
