@@ -218,7 +218,7 @@ class ModelCommit:
         self._delete(self._older.values())
 
     def _commit_with_index(self, parts: Sequence[Sequence[Part]]) -> None:
-        """Commits a model that needs an index."""
+        """Commits a model that has an index, by the four steps at the top of this module."""
         is_new = not self._older
         self._retire_old_model()
         assert self._claim is not None
@@ -241,7 +241,7 @@ class ModelCommit:
             raise
 
     def _commit_alone(self, parts: Sequence[Part]) -> None:
-        """Commits a model of one file without index."""
+        """Commits a model of one file and no index: completing its upload makes it visible."""
         old = self._older.pop(SINGLE_FILE, None)
         if self._older:
             self._retire_old_model()
@@ -357,7 +357,7 @@ def find_older_model(view: View) -> dict[str, ObjectInfo]:
 
 
 def _is_usual(name: str) -> bool:
-    """Returns whether a file has one of the usual names of a model's files."""
+    """Returns whether a name is one that transformers gives to the files of a model."""
     return name == SINGLE_FILE or _NUMBERED.fullmatch(name) is not None
 
 

@@ -134,10 +134,10 @@ class _Task(NamedTuple):
 class SafetensorsWriter(OurWriter):
     """Writes a model as safetensors files, and their index, from any number of ranks.
 
-    Pass it to ``cloudckpt.save`` or torch's functions as ``storage_writer``; :func:`save` has the
-    contract. The files become visible when all of them are complete, and then the index. If a save
-    by torch's own functions fails, the store keeps invisible parts, until a lifecycle rule of the
-    bucket deletes them; on a disk, ``cloudckpt.sweep`` does.
+    Pass it to ``cloudckpt.save`` or torch's functions as ``storage_writer``; :func:`save` says what
+    is guaranteed. The files become visible when all of them are complete, and then the index. If a
+    save by torch's own functions fails, the store keeps invisible parts, until a lifecycle rule of
+    the bucket deletes them; on a disk, ``cloudckpt.sweep`` does.
 
     Attributes:
         transferred: The bytes and requests that this rank sent in the last save.

@@ -146,7 +146,7 @@ def plan_work(
 
 
 def _sender(content: Sequence[bytes | TensorPlan], load: Sequence[int]) -> int:
-    """Returns the rank with the least to send of those that have a large chunk of an extent."""
+    """Returns, of the ranks with a large chunk of an extent, the rank with the least to send."""
     chunks = _chunks(content)
     half = max((chunk.nbytes for chunk in chunks), default=0) / 2
     large = [chunk.rank for chunk in chunks if chunk.nbytes >= half]
@@ -167,7 +167,7 @@ def _cut(file: FilePlan, least: int) -> Iterator[list[bytes | TensorPlan]]:
 
 
 def _ranges(tensor: TensorPlan) -> Iterator[TensorPlan]:
-    """Yields the rows of each chunk of a tensor, or all of it if chunks are not ranges of bytes."""
+    """Yields each chunk of a tensor by itself, or the whole tensor if chunks are not contiguous."""
     chunks = [chunk for chunk in tensor.chunks if chunk.nbytes]
     if not all(_is_range(chunk.box, tensor.shape) for chunk in chunks):
         yield dataclasses.replace(tensor, chunks=chunks)
@@ -425,5 +425,5 @@ def _split_sizes(chunks: Iterable[tuple[int, Chunk]], ranks: int) -> list[int]:
 
 
 def _padded_size(chunk: Chunk) -> int:
-    """Returns the bytes of a chunk in a round, in which each is aligned."""
+    """Returns the bytes that a chunk takes in an exchange, in which each chunk is aligned."""
     return aligned(chunk.nbytes, _GRAIN)

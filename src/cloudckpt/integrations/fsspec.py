@@ -88,7 +88,6 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return self._given or chosen_config() or _registered or Config()
 
     def _uri(self, path: str) -> CheckpointURI:
-        """Converts a path to a URI."""
         return CheckpointURI.parse(f"{self.scheme}://{self._strip_protocol(path)}")
 
     def _open_store(self, path: str) -> tuple[ObjectStore, str, Retrier]:
@@ -341,13 +340,11 @@ class AzureFileSystem(_StoreFileSystem):
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    """Raises an error, unless it is a FileNotFoundError."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def _is_commit(key: str) -> bool:
-    """Returns whether a key is that of a commit object."""
     return key.rpartition("/")[2] in _COMMITS
 
 

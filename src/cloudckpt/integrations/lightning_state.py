@@ -113,7 +113,7 @@ class _StrategyOnStores(_OnStores):
     """The common part of the mix-ins for strategies of Fabric and the Trainer."""
 
     def _uri(self, path: str | os.PathLike[str]) -> str | None:
-        """Returns the URI that the first rank was given; None if it was given a path."""
+        """Returns the URI that the first rank was given; None if that is a local path."""
         return uri_of(self.broadcast(path))  # type: ignore[attr-defined]
 
     def _check_sharded(self, uri: str) -> None:

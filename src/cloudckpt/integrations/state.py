@@ -219,7 +219,6 @@ def _with_all_states(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Returns all parameters of an optimizer."""
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
@@ -366,7 +365,7 @@ def _sizes(folder: str) -> dict[str, int]:
 
 
 def _map_files_of_sizes(folder: str, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Maps files in a folder, given their sizes by their paths in the folder."""
+    """Maps files into memory as uint8 tensors, given their sizes by paths in the folder."""
     return {
         name: _map_file(os.path.join(folder, name), size, shared=False)
         for name, size in sizes.items()

@@ -365,7 +365,6 @@ def _warn_of_random_states(folder: str, meeting: Meeting) -> None:
 
 
 def _folder(output_dir: str, step: int) -> str:
-    """Returns the Trainer's folder of a step."""
     return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 

@@ -147,6 +147,7 @@ class BroadcastingTorchSaveReader(OurReader):
             CheckpointNotFoundError: If the file does not exist.
             CheckpointCorruptError: If the file can't be read, or was not written by ``torch.save``.
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
+            CheckpointError: If the file has no dict, or two of its entries get the same name.
             MissingKeyError: If the file lacks a key of the state dict.
             UnsupportedTensorError: If an entry is a tensor in the file but not in the state dict,
                 or vice versa, or is a kind of tensor without plain elements.

@@ -53,7 +53,7 @@ class ObjectFile(io.RawIOBase):
     most 64 MiB of memory; both limits are lower if ``memory_budget`` is below 64 MiB.
 
     Attributes:
-        info: The size and version of the object when this was made.
+        info: The size and version of the object when the file was opened.
         failure: The first error or interrupt of a read; None before. Callers written in C++ replace
             the raised error with their own, so it is kept here.
     """
@@ -95,7 +95,7 @@ class ObjectFile(io.RawIOBase):
 
         Raises:
             CheckpointCorruptError: If bytes do not match their checksums.
-            CheckpointReplacedError: If the object was replaced or deleted since this was made.
+            CheckpointReplacedError: If the object was replaced or deleted since it was opened.
             StoreError: If the store refuses or stays unreachable.
         """
         sink = TensorSink(room, torch.uint8)

@@ -96,8 +96,8 @@ class TaskGroup:
             most_waiting: How many tasks may be queued before ``submit`` blocks; infinite for tasks
                 that keep no memory alive, as otherwise the producer is woken for each.
             interrupt: Interrupts the network waits of threads, given their identifiers.
-            pace: Determines the number of threads once ``width`` of them are busy; by default it
-                stays.
+            pace: Determines the number of threads once ``width`` of them are busy; by default the
+                number stays.
         """
         self.cancellation = Cancellation()
         self.few = threading.Semaphore(2)

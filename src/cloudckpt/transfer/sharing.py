@@ -133,7 +133,7 @@ def shared_requests(segments: Sequence[Segment], ranks: int) -> list[list[Segmen
 
 
 class Ring(ABC):
-    """The ranks that need the same requests, in a ring, as one of them sees it."""
+    """A ring of the ranks that need the same requests, from the view of one of these ranks."""
 
     size: int
     """The number of ranks."""
@@ -227,7 +227,7 @@ class RingAllgather:
     def run(self) -> None:
         """Carries out this rank's part.
 
-        Call it within ``download``, on all ranks of the ring, even those that have failed before.
+        Call it in :meth:`Shared.carry_out`, on all ranks of the ring, even on those that failed.
 
         Raises:
             TransferCancelledError: If this or another rank has failed; if this rank, ``download``

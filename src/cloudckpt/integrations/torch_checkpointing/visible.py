@@ -105,7 +105,7 @@ class VisibleFiles:
         return bool(name) and not is_content_name(name) and not is_drawn_name(name)
 
     def committed(self, key: str) -> StoredFile | None:
-        """Returns the file at a key that the manifest of a folder above it names, if any."""
+        """Returns the file at a key, if the manifest of a folder above names it; else None."""
         for folder in folders_above(key):
             manifest = self.manifest(folder)
             if manifest is not None and (file := manifest[1].get(beneath(folder, key))):

@@ -161,7 +161,7 @@ class ContainerAccess(Access):
         return url, headers
 
     def reaches(self, other: ContainerAccess) -> bool:
-        """Returns whether another container can be copied to this one: same cloud or endpoint."""
+        """Returns whether blobs of another container can be copied here: same cloud or endpoint."""
         if self.is_azure and other.is_azure:
             zones = (_CLOUD.search(urlsplit(access.url).netloc) for access in (self, other))
             return len({zone and zone["suffix"] for zone in zones}) == 1
