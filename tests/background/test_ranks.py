@@ -4,6 +4,7 @@ import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from cloudckpt import BackgroundOptions
 from cloudckpt.background import async_save, groups, process
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
+from cloudckpt.checkpoint.torch_private import Collectives
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, make_async_checkpointer
 from cloudckpt.errors import (
     CheckpointError,
@@ -306,14 +308,36 @@ def _destroyed(place: Place, folder: Path, when: str) -> tuple[str, bool | None]
     return type(error).__name__, error.committed
 
 
+def _destroyed_between_steps(place: Place, *_: object) -> tuple[str, bool | None]:
+    divide = Collectives.reduce_scatter
+
+    def divided_at_last(*args: Any) -> Any:
+        part = divide(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        return part
+
+    with (
+        mock.patch.object(Collectives, "reduce_scatter", divided_at_last),
+        pytest.raises(ProcessGroupError) as caught,
+    ):
+        cloudckpt.save(of_rank(1), checkpoint_id=place.uri, config=place.config)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return type(caught.value).__name__, caught.value.committed
+
+
 @pytest.mark.parametrize(
-    ("when", "committed"),
-    [("before it begins", (False,) * 2), ("while one is slow", (False, None))],
+    ("work", "when", "committed"),
+    [
+        (_destroyed, "before it begins", (False,) * 2),
+        (_destroyed, "while one is slow", (False, None)),
+        (_destroyed_between_steps, "", (False, None)),
+    ],
 )
 def test_a_save_that_outlives_the_default_group_is_not_committed_without_the_other_ranks(
-    local, ranks, tmp_path, when, committed
+    local, ranks, tmp_path, work, when, committed
 ):
-    told = ranks(2, _destroyed, local, tmp_path, when)
+    told = ranks(2, work, local, tmp_path, when)
     assert told == [("ProcessGroupError", is_known) for is_known in committed]
     assert ".metadata" not in local.names()
 

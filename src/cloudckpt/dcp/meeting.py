@@ -437,9 +437,9 @@ class Meeting:
         combine: Callable[[list[Any]], object],
         uri: str | None,
     ) -> Any:
-        ranks, sendable = Collectives(self.group, self.group is not None, 0), portable_errors(uri)
-        when = f"in step {step!r}"
+        sendable, when = portable_errors(uri), f"in step {step!r}"
         with self._together(None, when):
+            ranks = Collectives(self.group, self.group is not None, 0)  # fails without the group
             try:
                 return send(ranks, step, sendable(work), sendable(combine))
             except CheckpointException as exc:
