@@ -142,14 +142,16 @@ def relay(listener: Listener) -> None:
 
 
 def has_listeners() -> bool:
-    """Returns whether any listener wants ``progress`` events."""
+    """Returns whether any listener, or the function of :func:`relay`, gets ``progress`` events."""
     return _relay is not None or any(progress for _, progress in _subscriptions)
 
 
 def emit(event: Event) -> None:
     """Reports an event to all listeners, the log (at level DEBUG), and OpenTelemetry if installed.
 
-    Exceptions of listeners are logged, not raised: no listener may make a save fail.
+    ``progress`` goes to the listeners that want it only. After :func:`relay` all events go to its
+    function instead. Exceptions of listeners are logged, not raised: no listener may make a save
+    fail.
     """
     if _relay is not None:
         _tell(_relay, event)
@@ -220,7 +222,7 @@ def _report_span(event: Event) -> None:
 
 
 class Span:
-    """Measures a phase; emits its event at the end of the ``with`` block, even if it fails.
+    """Measures a phase; emits its event at the end of the ``with`` block, even if the block fails.
 
     Attributes:
         nbytes: Bytes moved; set it within the block.

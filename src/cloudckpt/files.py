@@ -198,7 +198,11 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
 
 
 def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config: Config) -> bool:
-    """Returns whether the bytes match the checksum of this version of the object."""
+    """Returns whether the bytes match the checksum that the store keeps for this version.
+
+    Raises:
+        CheckpointReplacedError: If the object no longer has this version.
+    """
     try:
         kept = Retrier(config.retry).call(lambda: store.checksum_of(info))
     except (ObjectNotFoundError, PreconditionFailedError) as error:

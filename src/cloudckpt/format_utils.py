@@ -88,7 +88,7 @@ class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
 
 
 def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
-    """Returns whether a location has a DCP checkpoint or a ``torch.save`` file.
+    """Returns ``"dcp"`` for the location of a checkpoint, ``"torch"`` for a ``torch.save`` file.
 
     The objects at the location decide, not its name. Any file that is not a checkpoint counts as a
     ``torch.save`` file: only reading it shows whether it is one.

@@ -123,11 +123,11 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 def _new(ranks: tuple[int, ...], most: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Makes a new group.
+    """Makes a gloo group of ``ranks``, a call that only these ranks have to make.
 
-    Without local synchronization all ranks of the job must take part. With it torch names the group
-    by the number of groups that a rank is in: a rank that is in fewer than ``most`` first joins
-    more groups, each of itself alone.
+    If other ranks of the job are left out, torch names the group by the number of groups that a
+    rank is in, and the name must be the same on all ranks. So a rank that is in fewer than ``most``
+    groups first joins more, each of itself alone.
     """
     is_part = len(ranks) < dist.get_world_size()
     make = functools.partial(
@@ -177,8 +177,8 @@ def _agree(
 def _await(store: Store, keys: list[str], timeout: float) -> None:
     """Waits until all keys are in the store.
 
-    The store's own ``wait`` would keep other threads from the client meanwhile: the watcher could
-    not report which ranks are missing, and would be inside it when the interpreter ends.
+    The store's own ``wait`` would block the store's client for other threads: the thread that logs
+    missing ranks could not do so, and would be inside the client when the interpreter ends.
 
     Raises:
         TimeoutError: If keys are missing after ``timeout`` seconds.

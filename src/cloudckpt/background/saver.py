@@ -166,14 +166,15 @@ class AsyncSaver:
             ``BackgroundOptions(when_busy=...)`` says.
 
         Raises:
-            AsyncSaveError: If the interpreter is ending.
+            AsyncSaveError: If no thread can be started, as the interpreter is ending or a limit of
+                the process is reached.
             ClosedError: If the saver was closed, or this process was forked from the saver's.
             ConfigError: If the saver was made before this rank's process group.
             DifferentCheckpointsError: If the locations differ between ranks.
             SaveInProgressError: If the previous save does not end within ``patience`` seconds on
                 some rank.
             CloudCheckpointError: The failure of an earlier save, if this saver raises failures; or
-                of ``writer``, on some rank.
+                the error of ``writer``, on whichever rank it was raised.
         """
         if not self.belongs_here:
             raise ClosedError(
@@ -364,7 +365,7 @@ class AsyncSaver:
         return made, f"writer {id(made)}"
 
     def _failed(self) -> Save | None:
-        """Returns the last save, if it has failed and no call has raised its error."""
+        """Returns the last save if it has failed and no call has raised its error; else None."""
         last = self._last
         if last is None or last.is_reported or not last.written.done():
             return None

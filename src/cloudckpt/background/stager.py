@@ -75,8 +75,8 @@ class StagedState:
 class _Lease:
     """A copy's use of the arena, which ends at its release, or when its last tensor is gone.
 
-    A token is moved from the queue to the lease, or back, by one call into C, which an interrupt
-    can't come in the middle of: the token is always in one of the two.
+    A token is moved from the queue to the lease, or back, by one call into C, which no interrupt
+    can split: the token is always in one of the two.
     """
 
     def __init__(self, free: queue.SimpleQueue[None]) -> None:
@@ -87,7 +87,7 @@ class _Lease:
         """Takes the arena's token, waiting up to ``seconds`` for it.
 
         Raises:
-            queue.Empty: If it is not free within ``seconds``.
+            queue.Empty: If the token is not free within ``seconds``.
         """
         self._held.extend(map(self._free.get, (seconds > 0,), (seconds,)))
 
@@ -220,7 +220,7 @@ class Stager(AsyncStager):
         collector runs after 0, 1, 3, 7, … seconds of waiting.
 
         Raises:
-            queue.Empty: If it is not free within ``patience`` seconds.
+            queue.Empty: If the arena is not free within ``patience`` seconds.
         """
         end, pause = time.monotonic() + patience, 1.0
         while True:
@@ -302,13 +302,13 @@ _Path = tuple[Any, ...]
 
 @dataclass(slots=True)
 class Region:
-    """The bytes of one storage that some tensor uses.
+    """A range of bytes in one storage, with all bytes that tensors of the state dict use.
 
     Attributes:
         storage: The storage, kept alive.
         first: The offset of the first byte needed.
         end: The offset just after the last byte needed.
-        grain: Bytes of the largest element; ``first`` is a multiple of it.
+        grain: The largest element size of these tensors in bytes; ``first`` is a multiple of it.
         place: The offset of the bytes in the arena.
         copy: The storage of the copy; None until :meth:`Layout.place`.
     """

@@ -329,7 +329,7 @@ def _delete(
         call: The options that all commands share.
         wanted: The URIs of the checkpoints.
         delete: Deletes them, and calls its argument with the URI of each that is gone.
-        what: For the question: in which whole runs they are.
+        what: Text for the question before the number of checkpoints, such as the number of runs.
     """
     gone = set(wanted if call.dry_run else ())
     if wanted and not call.dry_run:

@@ -287,7 +287,7 @@ class KnownPlan:
     record: bytes | None = None
 
     def finished(self, planner: DefaultSavePlanner) -> KnownPlan:
-        """Returns a copy that the planner has finished, with the forms that later saves reuse."""
+        """Returns a copy finished by the planner, with the forms of items that later saves reuse."""
         plan = planner.finish_plan(self.plan)
         made = replace(self, plan=plan, expected=expected_size(plan.items))
         if self.key is None:

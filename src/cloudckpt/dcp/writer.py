@@ -130,7 +130,8 @@ class OurWriter(StorageWriter):
     def begin(self, *, commits: bool) -> None:
         """Begins a save at the location, unless it has begun; does not wait for the store.
 
-        The commit may replace only the checkpoint that exists now; a later one makes it fail.
+        The commit may replace only the checkpoint that exists now; if another writer commits a
+        later one, the commit of this save fails.
 
         Args:
             commits: Whether this rank commits.
@@ -265,7 +266,7 @@ class CloudStorageWriter(OurWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begins a save on this rank; a rank that commits asks what the location has now.
+        """Begins a save on this rank; a rank that commits requests the present commit object.
 
         Raises:
             ConfigError: If each rank is to commit on its own (``use_collectives=False``).

@@ -111,7 +111,7 @@ class Watch:
         return [step for step in due if step not in abandoned]
 
     def look(self, view: View, step: int) -> CheckpointSummary | None:
-        """Returns the checkpoint of a step if it is committed and was not yielded before."""
+        """Returns the checkpoint of a step if committed and not yielded before; else None."""
         commit = find_commit(view.look, self.run.uri(step))
         if commit is None:
             self._known.pop(step, None)
