@@ -112,7 +112,7 @@ class Arena:
 
 
 class Memory:
-    """The memory of an arena, which is in use as long as this object or a storage in it exists."""
+    """An arena's memory, in use as long as this object or a storage in the memory exists."""
 
     def __init__(self, owner: ctypes.Array[ctypes.c_char]) -> None:
         self._owner = owner

@@ -423,9 +423,10 @@ class AsyncSaver:
                     give_back(group)
 
     def raise_pending_failure(self) -> None:
-        """Raises the failure of the last save, unless a call has raised it or none is to raise it.
+        """Raises the failure of the last save, unless it was raised before.
 
-        ``on_failure`` is called instead, if it was given.
+        Does nothing if only the futures report failures (``tells_failures`` is False). If
+        ``on_failure`` was given, it is called instead.
 
         Raises:
             CloudCheckpointError: The failure.
@@ -448,7 +449,9 @@ class AsyncSaver:
             self._on_failure([failed.number], error)
 
     def wait(self) -> None:
-        """Waits for the last save and raises its failure, unless no call is to raise that.
+        """Waits for the last save, and raises its failure.
+
+        Returns at once if only the futures report failures, or the failure was raised before.
 
         Raises:
             CloudCheckpointError: The failure, if no call has raised it yet.

@@ -184,7 +184,11 @@ class CurrentSave:
             return self._changed.wait_for(is_over, timeout)
 
     def wait_until_sent(self, timeout: float) -> Sending | None:
-        """Waits up to ``timeout`` seconds for the save to end or be sent; returns it."""
+        """Waits up to ``timeout`` seconds until the save has ended or all of it was sent.
+
+        Returns:
+            The save, whether or not it was sent; None if it has ended.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self.save is None or self.save.objects is not None, timeout

@@ -133,7 +133,7 @@ def check_shards(value: Any, fqn: str) -> None:
 
 
 def travels_as_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor wraps others, without storage, so that only ``torch.save`` can write it."""
+    """Whether a tensor wraps others and has no storage: only ``torch.save`` can write it."""
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 

@@ -403,7 +403,7 @@ def _why_not(value: Any, entry: Entry) -> str:
 
 
 def table_of(metadata: Metadata, uri: str) -> Table:
-    """Returns the table of a checkpoint's metadata, made from torch's classes if they have none.
+    """Returns the table of a checkpoint's metadata; converts metadata that have no table.
 
     Raises:
         CheckpointError: If the metadata have classes that columns can't express, of another

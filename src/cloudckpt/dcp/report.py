@@ -131,7 +131,7 @@ class LoadReport:
         return "\n".join(lines)
 
     def log(self) -> None:
-        """Logs the report if it has more than loaded names; warns of unintended results."""
+        """Logs a report with more than loaded names; as a warning if saved values were left out."""
         if any(getattr(self, name) for name in _ROWS):
             is_unintended = self.left_alone or self.optimizer
             logger.log(logging.WARNING if is_unintended else logging.INFO, "%s", self)

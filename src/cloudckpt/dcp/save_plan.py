@@ -287,7 +287,7 @@ class KnownPlan:
     record: bytes | None = None
 
     def finished(self, planner: DefaultSavePlanner) -> KnownPlan:
-        """Returns a copy finished by the planner, with the forms of items that later saves reuse."""
+        """Returns a copy that the planner has finished, with the items' forms for later saves."""
         plan = planner.finish_plan(self.plan)
         made = replace(self, plan=plan, expected=expected_size(plan.items))
         if self.key is None:
@@ -330,7 +330,7 @@ def drop(plan: KnownPlan) -> None:
 
 
 def remember(plan: KnownPlan) -> None:
-    """Keeps a plan for later saves, in place of one with the same key, unless it has no key."""
+    """Keeps a plan with a key for later saves, in place of an earlier plan with this key."""
     if plan.key is not None:
         with _lock:
             _plans[:] = [plan, *(other for other in _plans if other.key != plan.key)][:_MOST]

@@ -199,7 +199,7 @@ def _by_checksums(
 
 
 def _joined(chunks: dict[_Box, _Chunk], stored: StoredItem) -> _Chunk | None:
-    """Combines the checksums of a tensor's chunks into one of the whole tensor.
+    """Combines the checksums of a tensor's chunks into the checksum of the whole tensor.
 
     Returns None if the chunks are not whole rows that follow one another without a gap, are not
     stored as raw elements, or have checksums of several algorithms.

@@ -80,5 +80,5 @@ class Owner:
 
     @property
     def line(self) -> Notes | None:
-        """Notes that name the job and what it continues; None if the claim does not say so."""
+        """Notes that name the job and what it continues; None if the claim lacks the latter."""
         return None if self.continues is None else Notes(job=self.job, continues=self.continues)

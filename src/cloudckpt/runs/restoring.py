@@ -107,7 +107,7 @@ def restore_newest(
 
 
 def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
-    """Commits a step if it is pending and can be adopted; logs why it can't."""
+    """Commits a step if it is pending and can be adopted; else logs the reason."""
     try:
         summary = run.summary(run.names.name(step))
         if summary is not None and summary.is_pending:

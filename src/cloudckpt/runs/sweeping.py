@@ -295,7 +295,7 @@ class _Named:
 
 
 def clock_of(run: Run) -> float:
-    """Returns the time of the store's clock in seconds since 1970, from an object that it writes.
+    """Returns the store's time in seconds since 1970: that of a temporary object, written for this.
 
     Raises:
         StoreError: If the store reports no times, refuses, or stays unreachable.
