@@ -515,4 +515,4 @@ def status_of(kind: AsyncCheckpointerType, options: BackgroundOptions) -> RankSt
             "AsyncCheckpointerType.PROCESS or AsyncCheckpointerType.THREAD, of "
             "torch.distributed.checkpoint.state_dict_saver"
         )
-    return RankStatus(options=f"{kind.value} and when_busy={options.when_busy!r}")
+    return RankStatus(options=(str(kind), f"when_busy={options.when_busy!r}"))

@@ -84,7 +84,7 @@ class _Terms(NamedTuple):
     """
 
     location: str = ""
-    options: str = ""
+    options: tuple[str, ...] = ()
     version: str = ""
     begins: bool = False
     gathers: bool = False
@@ -206,10 +206,10 @@ class _Load:
         if self._failure is not None:
             return RankStatus(failure=self._failure)
         if self._ours is None:
-            options = f"storage_reader={type(self._reader).__name__}"
+            options = (f"storage_reader={type(self._reader).__name__}",)
             return RankStatus(location=self._uri or "", options=options)
         shared_reads = self._ours.config.shared_reads
-        return RankStatus(location=self._ours.checkpoint_id, options=f"{shared_reads=}")
+        return RankStatus(location=self._ours.checkpoint_id, options=(f"{shared_reads=}",))
 
     def _terms(self, status: RankStatus) -> _Terms:
         terms = _Terms(status.location, status.options, status.version, begins=True, gathers=True)

@@ -100,7 +100,7 @@ class RankStatus(NamedTuple):
             failed.
         location: The location of the save or load, which must be the same on all ranks; empty if it
             may differ.
-        options: Other settings that must be the same on all ranks, as text.
+        options: Other settings that must be the same on all ranks, each as ``name=value``.
         is_busy: Whether one of its saves is in progress.
         is_stuck: Whether that save makes no progress because the store fails or does not answer.
         plan: The number of its plan for the save, ``PLAN_ANEW`` or ``PLAN_EACH_TIME``.
@@ -110,7 +110,7 @@ class RankStatus(NamedTuple):
     failure: BaseException | None = None
     earlier: int | None = None
     location: str = ""
-    options: str = ""
+    options: tuple[str, ...] = ()
     is_busy: bool = False
     is_stuck: bool = False
     plan: int = PLAN_EACH_TIME
@@ -121,6 +121,9 @@ class RankStatus(NamedTuple):
         """Whether the rank failed before it had a location, or in an earlier save."""
         return self.failure is not None and (not self.location or self.earlier is not None)
 
+    def _apart(self, other: RankStatus) -> str:
+        return ", ".join(option for option in self.options if option not in other.options)
+
     def difference(self, first: RankStatus, rank: int) -> CloudCheckpointError | None:
         """Returns the error if ``rank``'s status contradicts that of the first rank, else None."""
         error_class: type[CloudCheckpointError] = ConfigError
@@ -128,7 +131,7 @@ class RankStatus(NamedTuple):
             setting, mine, theirs = "cloudckpt", self.version, first.version
             advice = "install the same version on all ranks"
         elif self.options != first.options:
-            setting, mine, theirs = "the options", self.options, first.options
+            setting, mine, theirs = "the options", self._apart(first), first._apart(self)
             advice = "give the same on all ranks"
         elif self.location != first.location:
             setting, mine, theirs = "the location", self.location, first.location

@@ -114,9 +114,11 @@ class SaveLoop:
         """
         planner, writer = self._planner, self.writer
         keeps_plans = isinstance(planner, DefaultSavePlanner) and bool(planner._enable_plan_caching)
-        options = f"enable_plan_caching={keeps_plans}, storage_writer={type(writer).__name__}"
-        if isinstance(writer, CloudStorageWriter) and writer.is_incremental:
-            options += ", incremental=True"
+        options = (
+            f"enable_plan_caching={keeps_plans}",
+            f"storage_writer={type(writer).__name__}",
+            f"incremental={isinstance(writer, CloudStorageWriter) and writer.is_incremental}",
+        )
         return RankStatus(location=self._uri, options=options, plan=self._plan)
 
     def run(self, agreed: int) -> Metadata:

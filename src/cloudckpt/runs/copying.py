@@ -111,7 +111,7 @@ def copy(
         lambda: _ends(source, target, config, target_config, overwrite),
         lambda ends: RankStatus(
             location=f"the copy of {ends[0].root} to {ends[1].root}",
-            options=f"overwrite={ends[1].config.overwrite}",
+            options=(f"overwrite={ends[1].config.overwrite}",),
         ),
     )
     copies = meeting.broadcast_from_first(lambda: _copies(origin, goal, step_name))

@@ -114,13 +114,14 @@ class CheckpointManager(ClosedAtExit):
             config: Options; if ``checkpointer`` is given, set them there instead.
 
         Raises:
-            ConfigError: If an option is invalid or differs between ranks, or ``run`` is a
-                checkpoint.
+            ConfigError: If an option is invalid or differs between ranks (``preemption`` may, and
+                what belongs to a machine in ``config``), or ``run`` is a checkpoint.
             DifferentCheckpointsError: If two ranks were given different runs.
             InvalidURIError: If ``run`` is not a valid location.
             StoreError: If the store refuses or stays unreachable.
             CloudCheckpointError: The errors of :func:`make_async_checkpointer`.
         """
+        arguments = dict(locals())
         given = CheckpointerConfig() if checkpointer is None else checked(checkpointer)
         self._read_only, self._keep_abandoned = read_only, keep_abandoned
         self._adopt_wait = adopt_wait
@@ -151,10 +152,11 @@ class CheckpointManager(ClosedAtExit):
             return the_run, kept, options
 
         def alike(made: tuple[Run, Retention, CheckpointerConfig]) -> RankStatus:
-            options = (
-                f"{save_interval_steps=}, {save_interval_seconds=}, {step_name=}, "
-                f"{asynchronous=}, {incremental=}, {on_failure=}, {max_failures=}, {read_only=}"
-            )
+            # a machine may have its own notice of the end, endpoint, and limits
+            for name in ("self", "run", "preemption", "checkpointer", "config"):
+                del arguments[name]
+            arguments["overwrite"] = made[2].config.overwrite
+            options = tuple(f"{name}={value!r}" for name, value in arguments.items())
             return RankStatus(location=str(made[0].root), options=options)
 
         with contextlib.ExitStack() as undo:  # if another rank fails, releases what was made here
