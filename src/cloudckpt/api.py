@@ -149,10 +149,11 @@ def load(
 
     When this returns, every byte that was read has matched its checksum, unless ``verify`` is off;
     checkpoints of other writers have no checksums. If it raises, the tensors of ``state_dict`` may
-    hold some of the new values. Errors are raised on every rank, except those of the caller's own
-    ``load_state_dict`` methods, which are called once all ranks have loaded. If a writer
-    replaces the checkpoint meanwhile, all ranks start again with the newer one, a few times:
-    everything loaded comes from one save.
+    hold some of the new values. Errors are raised on every rank, also those of the caller's own
+    ``load_state_dict`` methods, which are called once all ranks have loaded. Only if such a method
+    is a collective call, and fails on some of the ranks, may the others wait in it until the
+    timeout of their process group. If a writer replaces the checkpoint meanwhile, all ranks start
+    again with the newer one, a few times: everything loaded comes from one save.
 
     Args:
         state_dict: The entries to load: its keys select them, its tensors receive them and
@@ -183,6 +184,8 @@ def load(
         CloudCheckpointError: The cause, if all ranks that failed did so for the same reason.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
+        Exception: In a process that loads alone, the error of a ``load_state_dict`` method. Its
+            note, and the message of a RanksFailedError, name the entry.
     """
 
     def prepare() -> ToLoad:
@@ -315,11 +318,7 @@ def load_prepared(
             made, content_to_load = _prepare_with_content(prepare, content)
             return made.reader, made.planner, content_to_load
 
-        loaded, report = load_together(meeting, begin)
-        for key, value in list(state_dict.items()):
-            if loaded[str(key)] is not value:
-                state_dict[key] = loaded[str(key)]
-        return report
+        return load_together(meeting, state_dict, begin)
 
 
 def _prepare_with_content(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:

@@ -139,7 +139,7 @@ class CloudCheckpointError(Exception):
         self.message = message
         self.uri = uri
         self.item = item
-        self.cause = _text(cause)
+        self.cause = text_of(cause) if isinstance(cause, BaseException) else cause
         self.action: str | None = None
 
     def __str__(self) -> str:
@@ -153,10 +153,10 @@ class CloudCheckpointError(Exception):
         return " | ".join(parts)
 
 
-def _text(cause: BaseException | str | None) -> str | None:
-    if isinstance(cause, BaseException):
-        return f"{type(cause).__name__}: {cause}"
-    return cause
+def text_of(error: BaseException) -> str:
+    """Returns the class, message and notes of an error."""
+    notes = [f" ({note})" for note in getattr(error, "__notes__", ())]
+    return f"{type(error).__name__}: {error}{''.join(notes)}"
 
 
 class InvalidURIError(CloudCheckpointError, ValueError):

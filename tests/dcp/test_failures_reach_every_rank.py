@@ -164,12 +164,13 @@ class Stateful(dict):
     """One whose methods fail on the last rank, as those of a module that does not fit do."""
 
     def state_dict(self):
-        if _is_last():
+        if _is_last() and "load" not in self:
             raise self.get("raises", RuntimeError)("the dog ate it")
         return {"t": numbered(5)}
 
     def load_state_dict(self, state):
-        raise NotImplementedError
+        if _is_last():
+            raise KINDS[self["load"]]()
 
 
 class OddValue:
@@ -524,6 +525,7 @@ LOADING: dict[tuple[str, str], Told] = {
         for who in ("all", "the last")
     },
     ("state", "Stateful"): ("RanksFailedError", None),
+    **{("load_state_dict", kind): (BECOMES[kind], None) for kind in KINDS},
     **dict.fromkeys(ODD, ("CheckpointError", None)),
     ("location", "no location"): ("InvalidURIError", None),
     ("location", "another"): ("DifferentCheckpointsError", None),
@@ -545,6 +547,8 @@ def _fail_to_load(stage: str, kind: str, place: Place) -> None:
             state |= {name: torch.zeros(shape) for name, shape in MISFITS[kind][0].items()}
         elif stage == "state":
             state["module"] = Stateful()
+        elif stage == "load_state_dict":
+            state["module"] = Stateful(load=kind)
         elif kind == "no location" and last:
             place = dataclasses.replace(place, uri="ftp://nowhere")
         elif kind == "another" and last:
@@ -563,7 +567,12 @@ def _fail_to_load(stage: str, kind: str, place: Place) -> None:
 
 def _save_for_loads(place: Place) -> None:
     for where in (place, place.at("another"), place.at("damaged")):
-        state = {**_rows(full_state()), "step": 3, f"of {dist.get_rank()}": numbered(5)}
+        state = {
+            **_rows(full_state()),
+            "step": 3,
+            "module": Stateful(load=None),
+            f"of {dist.get_rank()}": numbered(5),
+        }
         _save("save", state, where)
 
 

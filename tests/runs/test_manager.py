@@ -25,12 +25,14 @@ from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointConflictError,
     CheckpointCorruptError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ClosedError,
     CloudCheckpointError,
     ConfigError,
     DifferentCheckpointsError,
+    RanksFailedError,
     ThrottledError,
 )
 from cloudckpt.integrations.saves import Saves
@@ -574,6 +576,40 @@ def _open_differently(run: str) -> None:
 
 def test_ranks_that_mean_different_runs_or_options_are_told_at_once(ranks, folder) -> None:
     assert ranks(2, _open_differently, str(folder)) == [None, None]
+
+
+class _Refuses:
+    """Its load_state_dict fails on the second rank."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.calls = error, 0
+
+    def state_dict(self) -> dict:
+        return {"a": torch.zeros(1)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.calls += 1
+        if dist.get_rank() == 1:
+            raise self.error
+
+
+def _restore_refused(run: str) -> list[tuple]:
+    told = []
+    with managed(run) as manager:
+        for step in (1, 2):
+            manager.save(step, {"own": _Refuses()})
+        for error in (ValueError("mine"), CheckpointCorruptError("another one is damaged")):
+            own = _Refuses(error)
+            with pytest.raises(CheckpointError) as caught:
+                manager.restore({"own": own})
+            told.append((type(caught.value), getattr(caught.value, "failures", None), own.calls))
+    return told
+
+
+def test_a_value_that_refuses_its_state_on_one_rank_fails_the_restore_on_all(ranks, folder) -> None:
+    """No older step is tried: the checkpoint is not damaged."""
+    refused = RanksFailedError, {1: "ValueError: mine (in load_state_dict of own)"}, 1
+    assert ranks(2, _restore_refused, str(folder)) == [[refused, (CheckpointError, None, 1)]] * 2
 
 
 def _save_sharded(run: str) -> None:

@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor
 from cloudckpt.checkpoint.lazy import record_behind
 from cloudckpt.checkpoint.structure import Path, Structure, check_nesting, shown
 from cloudckpt.checkpoint.torch_private import flatten_state_dict
-from cloudckpt.errors import ConfigError, MissingKeyError, ShapeMismatchError, UnsupportedValueError
+from cloudckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    MissingKeyError,
+    ShapeMismatchError,
+    UnsupportedValueError,
+)
 
 __all__ = ["Content", "PerRank", "per_rank", "without_ranks"]
 
@@ -342,19 +350,28 @@ def _fill(value: Any, state: Any, name: str) -> None:
 
     Raises:
         ShapeMismatchError: If the parameter groups of an optimizer are not those that were saved.
+        CheckpointError: If the method finds that another checkpoint is damaged or missing: raised
+            as it is, that error would seem to be about the checkpoint that is loaded, and a manager
+            would restore an older step.
+        Exception: Any other error of the method, with a note that has the name.
     """
     try:
         value.load_state_dict(state)
-    except ValueError as exc:
-        if not isinstance(value, torch.optim.Optimizer):
-            raise
-        raise ShapeMismatchError(
-            f"{name} does not accept the saved state of an optimizer: make the optimizer with the "
-            "same parameter groups, or save and load the state by names of parameters, with "
-            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
-            item=name,
-            cause=exc,
-        ) from exc
+    except Exception as exc:
+        if isinstance(exc, ValueError) and isinstance(value, torch.optim.Optimizer):
+            raise ShapeMismatchError(
+                f"{name} does not accept the saved state of an optimizer: make the optimizer with "
+                "the same parameter groups, or save and load the state by names of parameters, "
+                "with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+                item=name,
+                cause=exc,
+            ) from exc
+        if isinstance(exc, (CheckpointCorruptError, CheckpointNotFoundError)):
+            message = f"load_state_dict of {name} failed to load another checkpoint"
+            raise CheckpointError(message, item=name, cause=exc) from exc
+        noted: Any = exc  # Python 3.10 has no add_note()
+        noted.__notes__ = [*getattr(exc, "__notes__", ()), f"in load_state_dict of {name}"]
+        raise
 
 
 def _items_of(container: Any) -> Any:

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from cloudckpt.errors import CheckpointError, CloudCheckpointError, RanksFailedError, StoreError
+from cloudckpt.errors import (
+    CheckpointError,
+    CloudCheckpointError,
+    RanksFailedError,
+    StoreError,
+    text_of,
+)
 
 __all__ = [
     "break_off",
@@ -167,7 +173,7 @@ def one_error(
     first = failures[min(failures)]
     if isinstance(first, CloudCheckpointError) and len({type(e) for e in failures.values()}) == 1:
         return first
-    texts = {rank: f"{type(error).__name__}: {error}" for rank, error in sorted(failures.items())}
+    texts = {rank: text_of(error) for rank, error in sorted(failures.items())}
     count = "one rank" if len(texts) == 1 else f"{len(texts)} ranks"
     listed = "; ".join(f"rank {rank}: {text}" for rank, text in list(texts.items())[:8])
     more = f"; and {len(texts) - 8} more" if len(texts) > 8 else ""

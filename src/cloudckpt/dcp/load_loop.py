@@ -1,13 +1,16 @@
 """Loads on all ranks of a group: one rank reads the metadata, and each plans its own reads.
 
-The ranks meet three times:
+The ranks meet four times:
 
 1. The first rank reads the metadata and broadcasts them with the terms of the load. A rank that
    can't take part, or disagrees, goes on to the next meeting and reports it there.
 2. Once each rank has planned and located its bytes, all report that they are ready and which bytes
    they want, so that bytes wanted by several ranks leave the store once (``sharing``). If a rank is
    not ready, all raise.
-3. At the end all report success or failure.
+3. Once each rank has fetched its bytes, all report success or failure.
+4. They do so again once the values are in the state dict, after the user's ``load_state_dict``
+   methods. If such a method is itself a collective call and fails on one rank only, the others may
+   wait for that rank until the timeout of the process group; so it logs its failure first.
 
 torch's loader has every rank read the metadata, gathers all plans on one rank and hands them back.
 This happens here, too, between the first two meetings, for planners with their own global plan and
@@ -34,7 +37,7 @@ from cloudckpt.dcp.loading import Load, Offer, SharedReads
 from cloudckpt.dcp.meeting import LOADING, Meeting, RankStatus, all_expected
 from cloudckpt.dcp.reader import CloudStorageReader, Model
 from cloudckpt.dcp.report import LoadReport
-from cloudckpt.errors import CheckpointReplacedError, CloudCheckpointError
+from cloudckpt.errors import CheckpointReplacedError, CloudCheckpointError, text_of
 from cloudckpt.transfer.landing import Segment
 from cloudckpt.transfer.retry import retry_if_replaced
 
@@ -44,16 +47,20 @@ logger = logging.getLogger("cloudckpt")
 
 
 def load_together(
-    meeting: Meeting, begin: Callable[[], tuple[StorageReader, LoadPlanner | None, Content]]
-) -> tuple[dict[str, Any], LoadReport]:
+    meeting: Meeting,
+    state_dict: dict[str, Any],
+    begin: Callable[[], tuple[StorageReader, LoadPlanner | None, Content]],
+) -> LoadReport:
     """Loads into a state dict; a collective call, which raises the same error on all ranks.
 
     Args:
         meeting: The meeting of the ranks.
+        state_dict: The caller's state dict; loaded values that are not filled in place replace its
+            own.
         begin: Returns the reader, the planner, and the content to load.
 
     Returns:
-        The content, with the loaded values put into it, and the report of the load.
+        The report of the load.
 
     Raises:
         CloudCheckpointError: As :func:`cloudckpt.load`.
@@ -66,8 +73,21 @@ def load_together(
                 raise
             load = _Load(meeting, failure=error)
     retry_if_replaced(load.run)
-    report = load.reported()
-    return load.content.put(load.state_dict), report
+
+    def fill() -> LoadReport:
+        report = load.reported()
+        try:
+            loaded = load.content.put(load.state_dict)
+        except Exception as error:
+            if meeting.group is not None:
+                logger.error("%s: rank %d failed: %s", report.uri, meeting.rank, text_of(error))
+            raise
+        for key, value in list(state_dict.items()):
+            if loaded[str(key)] is not value:
+                state_dict[key] = loaded[str(key)]
+        return report
+
+    return meeting.begin(fill, during="while the loaded values were put into the state dict")
 
 
 class _Terms(NamedTuple):

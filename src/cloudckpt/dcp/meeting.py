@@ -379,8 +379,6 @@ class Meeting:
         Raises:
             CloudCheckpointError: See :meth:`begin`.
         """
-        if self.group is None:
-            return compute()
         made = self.begin(compute if self.rank == 0 else lambda: None)
         return cast(T, self.from_first(made))
 
