@@ -335,7 +335,7 @@ class Range:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes."""
+        """The number of bytes in the range."""
         return self.stop - self.start
 
 

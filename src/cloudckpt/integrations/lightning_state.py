@@ -63,7 +63,7 @@ class _OnStores:
 
     @functools.cached_property
     def _saves(self) -> Saves:
-        """The saves of this job, made at the first use: the ranks are connected by then."""
+        """The :class:`Saves` of this job, made at first use: the ranks are connected by then."""
         return Saves(self._config, asynchronous=self._asynchronous, no_dist=self._is_alone)
 
     def _save(
@@ -345,7 +345,7 @@ class TrainerOnStores(_StrategyOnStores):
             super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
 
     def _named_optimizers(self) -> dict[str, tuple[Module, Optimizer]]:
-        """Returns the optimizers with the model, by their names in a checkpoint."""
+        """Returns each optimizer with the model, by the optimizer's name in a checkpoint."""
         model, optimizers = self.model, self.optimizers  # type: ignore[attr-defined]
         return {f"optimizer_{index}": (model, one) for index, one in enumerate(optimizers)}
 

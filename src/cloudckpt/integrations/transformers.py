@@ -210,7 +210,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     @functools.cached_property
     def _saves(self) -> Saves:
-        """The saves of this job, made at the first use: the ranks are connected by then."""
+        """The :class:`Saves` of this job, made at first use: the ranks are connected by then."""
         return Saves(
             self._run.config,
             asynchronous=self._asynchronous,

@@ -392,7 +392,7 @@ class ObjectStore(RangeReader):
         return info if attempt and info.attempt == attempt else None
 
     def checksum_of(self, info: ObjectInfo) -> int:
-        """Returns an object's checksum, as the store keeps it, else computed from a download.
+        """Returns an object's checksum: the store's, or else one computed from a download.
 
         Raises:
             PreconditionFailedError: If the object is no longer at ``info.version``.

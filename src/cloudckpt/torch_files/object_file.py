@@ -72,7 +72,8 @@ class ObjectFile(io.RawIOBase):
             key: The key of the object.
             config: Options.
             stats: Counts the bytes received.
-            blocks: The expected checksums of the object's blocks; if given, each read is verified.
+            blocks: The expected checksums of the object's blocks; if given, each read is verified,
+                unless ``config.verify`` is False.
 
         Raises:
             ObjectNotFoundError: If the object does not exist.

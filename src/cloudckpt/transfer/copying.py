@@ -246,7 +246,7 @@ class _Comparison:
         """Takes the object's bytes from `start`; returns the checksum that is sent with them.
 
         Raises:
-            MismatchError: If these are the last bytes, and the object's checksum does not match.
+            MismatchError: If these bytes complete the object, and its checksum does not match.
         """
         sent = self._sent.of(view)
         if self._task.checksum is None:

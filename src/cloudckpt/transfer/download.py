@@ -105,7 +105,7 @@ def download(
 
 
 class Shared(Protocol):
-    """Fetches the bytes that other ranks need as well."""
+    """Fetches, together with other ranks, the bytes that several ranks need."""
 
     def carry_out(self, download: Download) -> Sequence[Segment]:
         """Delivers the bytes that other ranks need too; returns the segments left to fetch."""

@@ -158,7 +158,7 @@ class PartCutter:
 def even_share(nbytes: int, connections: int, *, each: int = 4) -> int:
     """Returns the request size at which each connection sends `each` requests: 16 MiB to 64 MiB.
 
-    A request costs about half a millisecond of Python, so it should be large; but a connection
+    A request costs about half a millisecond of Python, so requests are large; but a connection
     should send several, so that a fast connection can take over work from a slow one.
     """
     share = nbytes // (connections * each)

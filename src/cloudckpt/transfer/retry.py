@@ -1,4 +1,4 @@
-"""Decides when a failed request is retried, and when a whole load."""
+"""Decides when a failed request is retried, and when a whole load starts again."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def check_unchanged(
         policy: The retries of the request to the store.
         error: The failure.
         known_save: The id of the save whose metadata another rank has sent, if this rank has not
-            read it itself: its store may be a different one.
+            read it itself: this rank may use another store.
 
     Raises:
         CheckpointReplacedError: If the object has been replaced or deleted since.

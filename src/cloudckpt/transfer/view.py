@@ -106,7 +106,7 @@ class View:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[ObjectStore]:
-        """Yields the store, for other requests; :meth:`cancel` interrupts these as well."""
+        """Yields the store, for requests without a method here; :meth:`cancel` interrupts them."""
         thread = threading.get_ident()
         self._asking.add(thread)
         try:

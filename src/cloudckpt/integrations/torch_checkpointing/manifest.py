@@ -142,7 +142,7 @@ def record_bytes(file: StoredFile) -> bytes:
 
 
 def read_record(data: bytes | bytearray, uri: str) -> StoredFile:
-    """Parses and verifies the bytes of a record; errors as of :func:`read_manifest`."""
+    """Parses and verifies the bytes of a record; raises the errors of :func:`read_manifest`."""
     return _file("", _opened(data, "cloudckpt file", uri), uri)
 
 

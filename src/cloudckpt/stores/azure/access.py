@@ -98,7 +98,7 @@ _SIGNED = (  # signed in this order, whether sent or not
 
 
 class ContainerAccess(Access):
-    """The endpoint and credentials of a container, determined as Azure's SDKs do.
+    """The endpoint and credentials of a container, determined in the way of Azure's SDKs.
 
     Attributes:
         container: The container's name.

@@ -83,7 +83,7 @@ def from_answer(
 def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
     """Returns whether a response without a reason can't come from the store, see :func:`refusal`.
 
-    Google refuses reads with a plain text without a reason; gcp-storage-emulator with an empty
+    Google refuses reads by a plain text that has no reason, gcp-storage-emulator by an empty
     body.
     """
     if body[:1] == b"<":

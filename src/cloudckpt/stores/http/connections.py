@@ -109,7 +109,7 @@ def _beneath(connection: Connection) -> socket.socket | None:
 
 
 def _count(sock: socket.socket | None, *counters: Counter) -> int | None:
-    """Returns the sum of byte counters of the kernel; None if they are not available."""
+    """Returns the sum of the kernel's byte counters of a socket; None if not available."""
     end = Counter.RECEIVED.value + 8
     if sock is None or _TCP_INFO is None:
         return None
@@ -285,7 +285,7 @@ class Watch:
 
 
 class WatchedSocket(socket.socket):
-    """A socket without a timeout, whose long reads fill their buffer: the watch ends a stall.
+    """A socket without a timeout, whose long reads fill their buffer; `Watch` ends stalls.
 
     urllib3 sets a timeout before each request and response. Each would be a system call, which
     releases the GIL and waits for it.
