@@ -114,11 +114,7 @@ def described_as(shape, stride, offset=0, order="little"):
 
 
 def test_the_elements_are_those_of_the_storage():
-    assert located(described_as((2, 4), (4, 1), 2)) == (
-        torch.float32,
-        (2, 4),
-        bytes(range(8, 40)),
-    )
+    assert located(described_as((2, 4), (4, 1), 2)) == (torch.float32, (2, 4), bytes(range(8, 40)))
 
 
 @pytest.mark.parametrize(

@@ -173,10 +173,7 @@ def optimizers(report: Report, device: str, place: str) -> None:
     found = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True))
     cloudckpt.load(found, checkpoint_id=place)
     set_state_dict(
-        other,
-        other_optimizer,
-        model_state_dict=found["model"],
-        optim_state_dict=found["optimizer"],
+        other, other_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
     )
     again = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True))
     report.row("a model with AdamW", size_of(state), wrong=differences(again, state))

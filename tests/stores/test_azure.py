@@ -484,7 +484,7 @@ def test_one_blob_is_deleted_with_its_snapshots(store, server):
 
 def test_a_blob_of_a_container_that_is_gone_is_not_deleted(store, server):
     server.answer(status=404, body=error_xml("ContainerNotFound"))
-    with pytest.raises(BucketNotFoundError):
+    with pytest.raises(BucketNotFoundError, match="the endpoint: http"):
         store.delete("run/b")
 
 

@@ -19,10 +19,7 @@ def declaring(*declarations: str, content: str = "") -> bytes:
     return f"<!DOCTYPE a [{''.join(declarations)}]><a>{content}</a>".encode()
 
 
-LAUGHS = [
-    '<!ENTITY e0 "ha">',
-    *(f'<!ENTITY e{n} "{f"&e{n - 1};" * 20}">' for n in range(1, 9)),
-]
+LAUGHS = ['<!ENTITY e0 "ha">', *(f'<!ENTITY e{n} "{f"&e{n - 1};" * 20}">' for n in range(1, 9))]
 HOSTILE = {
     "empty": b"",
     "text": b"upstream connect error",

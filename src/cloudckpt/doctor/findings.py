@@ -16,6 +16,7 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     ConnectionLostError,
     CredentialsError,
+    StoreError,
     TLSError,
 )
 from cloudckpt.stores.redaction import masked, reason
@@ -128,12 +129,12 @@ class Checks:
             interrupt: Interrupts the network waits of threads, given their identifiers.
         """
         began = time.monotonic()
-        found: list[Finding] = []
+        found, failures = list[Finding](), list[StoreError]()
         cancellation = Cancellation()
 
         def work() -> None:
             try:
-                found.append(call(Retrier(_POLICY, cancellation)))
+                found.append(call(Retrier(_POLICY, cancellation, on_retry=failures.append)))
             except CloudCheckpointError as error:
                 is_lost = is_vital and isinstance(error, ConnectionLostError)
                 self.hopeless = self.hopeless or is_lost or isinstance(error, _HOPELESS)
@@ -144,7 +145,6 @@ class Checks:
         # joining a thread, unlike a call in this one, can time out and be ended by Ctrl-C
         thread = threading.Thread(target=work, name=f"cloudckpt-doctor-{check}", daemon=True)
         thread.start()
-        is_late = True
         try:
             thread.join(self._patience)
             is_late = thread.is_alive()
@@ -155,7 +155,7 @@ class Checks:
                 thread.join(_GRACE)
         if is_late:
             finding = failed(
-                f"not finished within {self._patience:g} s",
+                "; ".join([f"not finished within {self._patience:g} s", *map(str, failures[-1:])]),
                 "check proxies, firewalls and routes to the store, or raise the limit (--patience)",
             )
         else:

@@ -193,13 +193,8 @@ def _find(table: Sequence[Meaning], code: str, status: int) -> Meaning | None:
     If the status stands for a temporary failure (most 5xx), entries with lasting errors are
     skipped: a store that fails internally may report a reason that goes away with the failure.
     """
-    may_pass = kind_of(status) in (
-        errors.ServerError,
-        errors.ThrottledError,
-    ) and status not in (
-        200,
-        409,
-    )
+    passing = (errors.ServerError, errors.ThrottledError)
+    may_pass = kind_of(status) in passing and status not in (200, 409)
     for meaning in table:
         if may_pass and meaning.kind and not issubclass(meaning.kind, errors.TransientStoreError):
             continue

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
 from cloudckpt.errors import (
+    BucketNotFoundError,
     ClockError,
     CloudCheckpointError,
     ConnectionLostError,
@@ -238,6 +239,8 @@ class RestStore(ObjectStore):
         with reading(uri):
             answer = reply.read_refusal() if method != "HEAD" else b""
             error = self.failure(reply.status, reply.headers, answer, method, uri)
+        if isinstance(error, BucketNotFoundError):
+            error.message += f": {self.access.url}"
         if isinstance(error, ThrottledError):
             self._busy_until = time.monotonic() + _BUSY
         return error
