@@ -166,6 +166,10 @@ class Save:
         Args:
             group: The ranks; None if this process saves alone.
             process: The saving process; None to send from this process.
+
+        Raises:
+            ProcessGroupError: If the group was destroyed before, or a rank died.
+            CloudCheckpointError: The other errors of :func:`cloudckpt.save`.
         """
         writer = self.writer if isinstance(self.writer, CloudStorageWriter) else None
         sender: ProcessSender | None = None

@@ -63,7 +63,8 @@ def send(
     Args:
         destination: The checkpoint, the rank, and options.
         store: The destination's store.
-        plans: The plans, in order; the iterator is advanced only when the previous plan was sent.
+        plans: The plans, in order; the next plan is taken only after all bytes of the previous one
+            were passed to an upload.
         buffers: The memory that the plans refer to.
         group: The threads that send requests.
         stats: Counts what is sent.

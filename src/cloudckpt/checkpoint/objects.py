@@ -145,8 +145,8 @@ def is_drawn_name(name: str) -> bool:
 def checked(name: object, uri: str) -> str:
     """Returns ``name`` if it is beneath the checkpoint's prefix, or a data object of a sibling.
 
-    Names come from the bucket; one that leads elsewhere must not be read, much less deleted. An
-    object in a sibling checkpoint must have a name that only cloudckpt makes.
+    Names come from the bucket; an object elsewhere must not be read, much less deleted. An object
+    in a sibling checkpoint must have a name that only cloudckpt makes.
 
     Raises:
         CheckpointCorruptError: If the name leads elsewhere, or is invalid.

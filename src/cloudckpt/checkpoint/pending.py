@@ -68,7 +68,7 @@ class Pending:
     objects: tuple[WrittenObject, ...] | None = None
 
     def so_far(self, sent: int) -> Pending:
-        """Returns a copy with ``sent`` bytes sent."""
+        """Returns a copy that says that ``sent`` bytes were sent so far."""
         return dataclasses.replace(self, sent=sent)
 
     def finished(self, objects: Sequence[WrittenObject]) -> Pending:

@@ -58,7 +58,7 @@ def bound(pickle_size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Extents:
-    """The locations of rows in objects, as columns of int64.
+    """The locations of a table's rows, that is of items, in objects, as columns of int64.
 
     Attributes:
         objects: The number of each row's object.

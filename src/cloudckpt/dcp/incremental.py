@@ -139,7 +139,7 @@ def remember(members: dist.ProcessGroup | None, writer: CloudStorageWriter, atte
     """Keeps the locations of this rank's items in a checkpoint, for the next save to a sibling.
 
     Args:
-        members: The group that saved it.
+        members: The group that saved the checkpoint.
         writer: This rank's writer, after it has written its items, with their digests.
         attempt: The random name of the save.
     """
@@ -173,11 +173,12 @@ def newest_beside(
 
     Returns None if the folder has no such step.
 
-    A folder counts as a step if its name differs from this checkpoint's in the numbers only, or, if
-    this checkpoint's name has no number, if its name has one. A folder such as ``best`` stays for
-    long, and the data that later steps share with it would stay as well. The base may be the
-    checkpoint that the save replaces. If the notes of the save name its job, only steps of that job
-    count, and steps that it continues: those of abandoned trainings may be deleted soon.
+    A folder counts as a step if its name differs from the name of ``uri`` in the numbers only; if
+    that has no number, any folder with a number in its name counts. A folder such as ``best`` does
+    not count: it stays for long, and the data that later steps share with it would stay as well.
+    The base may be the checkpoint that the save replaces. If the notes of the save name its job,
+    only steps of that job count, and steps that it continues: those of abandoned trainings may be
+    deleted soon.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.

@@ -506,9 +506,9 @@ def check_types(
         logs: Whether this rank logs conversions.
 
     Raises:
-        UnsupportedTensorError: If a type is of a lesser kind: integer for floating point, real for
-            complex. A narrower type of the same kind is accepted, and integers that it can't hold
-            wrap, as in torch.
+        UnsupportedTensorError: If a type is of a lesser kind: bool for a number, integer for
+            floating point, real for complex. A narrower type of the same kind is accepted, and
+            integers that it can't hold wrap, as in torch.
     """
     for name, (saved, wanted) in converted.items():
         if not torch.can_cast(saved, wanted):

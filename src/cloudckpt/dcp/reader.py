@@ -286,7 +286,11 @@ class CloudStorageReader(OurReader):
         return metadata
 
     def packed(self) -> bytes | Model:
-        """Returns the metadata in a form that the readers of other ranks can :meth:`adopt`."""
+        """Returns the metadata in a form that the readers of other ranks can :meth:`adopt`.
+
+        Raises:
+            ValueError: If the metadata were not read yet.
+        """
         if self._model is not None:
             return self._model
         if self._fetched is None:
