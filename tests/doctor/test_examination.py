@@ -22,6 +22,7 @@ from support.wire.proxy import FaultyProxy
 MIB = 1024 * 1024
 DENIED = s3_error(403, "AccessDenied")
 ELSEWHERE = s3_error(301, "PermanentRedirect", headers=(("x-amz-bucket-region", "eu-west-3"),))
+BUSY = s3_error(503, "SlowDown", headers=(("Retry-After", "1"),))
 NO_CONDITIONS = StripHeaders(("If-None-Match", "If-Match"))
 
 
@@ -58,12 +59,15 @@ def everything(s3_client, bucket) -> list[str]:
 
 
 def test_a_store_that_works_is_found_to_work_and_nothing_is_left(end, bucket, s3_client) -> None:
+    for operation in ("PutObject", "GetObject"):
+        end.inject(BUSY, operation=operation, path="*.speed*", times=1)
     found = examined(f"s3://{bucket}/run", config_of(end.url))
     assert outcomes(found, "failed") == []
     assert outcomes(found, "skipped") == ["checksums"]  # none are sent to a store of one's own
     assert found["endpoint"].values["endpoint"] == end.url
     assert "AWS_REGION" in found["endpoint"].found
-    assert found["speed"].values["up"] > 0 < found["speed"].values["down"]
+    speed = found["speed"]
+    assert MIB / speed.values["up"] + MIB / speed.values["down"] < speed.seconds - 2  # the pauses
     assert abs(found["connection"].values["skew_seconds"]) < 60
     assert list(found)[-1] == "clean-up"
     assert everything(s3_client, bucket) == []

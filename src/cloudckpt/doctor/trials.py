@@ -182,10 +182,16 @@ class Trials:
 
     def speed(self, retrier: Retrier) -> Finding:
         """Measures the speed of an upload and a download over one connection."""
-        key, block = self._key("speed"), bytearray(os.urandom(min(self._size, MIB)))
+        store, block = self._store, bytearray(os.urandom(min(self._size, MIB)))
         data = memoryview(block * (self._size // len(block)))
-        up = _seconds(lambda: self._put(retrier, key, data))
-        down = _seconds(lambda: retrier.call(lambda: self._store.get_range(key, 0, [data])))
+        checksum, alone = store.capabilities.checksum.of(data), creates_only(store, self._config)
+
+        def send() -> tuple[str, float]:
+            key = self._key(f"speed{random_suffix()}")  # a new key for each try
+            return key, _seconds(lambda: store.put(key, [data], checksum=checksum, if_absent=alone))
+
+        key, up = retrier.call(send)  # without the pauses between tries
+        down = retrier.call(lambda: _seconds(lambda: store.get_range(key, 0, [data])))
         rates = {"up": data.nbytes / up, "down": data.nbytes / down}
         texts = [f"{rate / 1e6:,.1f} MB/s {way}" for way, rate in rates.items()]
         return ok(f"{', '.join(texts)} over one connection, with {data.nbytes / MIB:g} MiB", rates)
@@ -240,10 +246,10 @@ class Trials:
         self.keys.append(key)
         return key
 
-    def _put(self, retrier: Retrier, key: str, data: memoryview | None = None) -> None:
+    def _put(self, retrier: Retrier, key: str) -> None:
         """Writes a test object as saves do: some policies demand a condition on every write."""
-        data, alone = data or memoryview(self._content), creates_only(self._store, self._config)
-        put_whole(self._store, key, data, retrier, if_absent=alone)
+        alone = creates_only(self._store, self._config)
+        put_whole(self._store, key, memoryview(self._content), retrier, if_absent=alone)
 
 
 def _seconds(call: Callable[[], object]) -> float:
