@@ -229,6 +229,7 @@ class SafetensorsWriter(OurWriter):
         Raises:
             CheckpointExistsError: If the folder has a model, and ``overwrite`` is off.
             IncompleteSaveError: If the ranks do not have all of a tensor.
+            ShapeMismatchError: If a tensor has different shapes or types on two ranks.
         """
         ties = _ties_of_all_ranks([plan.storage_data for plan in plans])
         tensors = _tensors(plans, self.dtype, ties)

@@ -55,7 +55,7 @@ class CloudFSDPStrategy(TrainerOnStores, FSDPStrategy):  # type: ignore[misc]
     """Lightning's ``FSDPStrategy`` (FSDP1) that saves shards, also to URIs."""
 
     def __init__(self, *args: Any, state_dict_type: str = "sharded", **kwargs: Any) -> None:
-        """Takes Lightning's arguments, and ``config`` and ``asynchronous`` as the other strategies.
+        """Takes Lightning's arguments, and the options of :class:`TrainerOnStores`.
 
         ``state_dict_type`` is sharded by default, as saves to URIs need it.
         """

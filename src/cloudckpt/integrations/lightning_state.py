@@ -333,7 +333,7 @@ class TrainerOnStores(_StrategyOnStores):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning restores the optimizers itself: only for checkpoints at paths."""
+        """Whether Lightning restores the optimizers itself: only from local checkpoints."""
         return not self._is_ours and bool(super().lightning_restore_optimizer)  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

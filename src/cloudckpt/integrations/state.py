@@ -92,7 +92,7 @@ class Parts:
         self._optimizers = optimizers
 
     def state_dicts(self) -> dict[str, Any]:
-        """Returns the state dicts to save, by name, without changing an optimizer; collective."""
+        """Returns the state dicts to save, by name; a collective call. Optimizers don't change."""
         states: dict[str, Any] = {
             name: get_model_state_dict(model) for name, model in self._models.items()
         }

@@ -1,4 +1,4 @@
-"""Removes credentials from foreign texts and bounds their length, for error messages and logs.
+"""Removes credentials from texts of servers and libraries, for messages; bounds their length.
 
 A transport's or SDK's error message may quote what it was about to send: http.client puts a
 header's value into its ValueError, urllib3 the URL with its signature, requests a proxy's URL with
@@ -61,7 +61,7 @@ _VARIABLES = (
 
 
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
-    """Returns a foreign text with all credentials replaced by ``***``, at full length."""
+    """Returns a text of any origin with all credentials replaced by ``***``, at full length."""
     return _without(text, _known(secrets))
 
 

@@ -154,7 +154,7 @@ class RestStore(ObjectStore):
         return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
 
     def tag_of(self, tag: str | None, key: str) -> str:
-        """Returns `tag`, the version that a response has given; raises an error if it gave none.
+        """Returns `tag`, the version in a response; raises an error if the response has none.
 
         Raises:
             ConnectionLostError: If this response has none, although others of this store have one:

@@ -76,7 +76,7 @@ def transfer_group(store: RangeReader, config: Config, direction: Direction) -> 
         config: Options; ``connections`` sets the number. ``"auto"`` searches for it if the store
             counts the bytes moved, and otherwise uses the number for small requests.
         direction: The direction of the transfer. Tasks of an "in" group must keep no memory alive
-            while they are queued: any number of them may be.
+            while they are queued: any number of them may be queued.
     """
     width, pace = config.requests_at_once, None
     if config.connections == "auto" and store.moved(()) is not None:

@@ -41,10 +41,9 @@ class Retrier:
 
     Transient failures are retried until the deadline, unless ``attempts`` of the policy ends the
     tries earlier: a store that restarts refuses connections for a minute, and clouds need minutes
-    to scale up. The pauses are drawn between
-    ``base`` and three times the previous one, up to ``cap`` (decorrelated jitter); a longer pause
-    that the store asks for is observed, up to a minute. Long waits are logged
-    (:mod:`cloudckpt.waiting`). A cancelled group ends the wait at once.
+    to scale up. The pauses are drawn between ``base`` and three times the previous pause, up to
+    ``cap`` (decorrelated jitter); a longer pause that the store asks for is observed, up to a
+    minute. Long waits are logged (:mod:`cloudckpt.waiting`). A cancellation ends the wait at once.
     """
 
     def __init__(

@@ -200,7 +200,7 @@ class RingAllgather:
     ) -> None:
         """
         Args:
-            download: Fetches and delivers.
+            download: Fetches and delivers the requests.
             ring: The ranks.
             requests: The requests of all ranks, the same on each.
             budget: The bytes of requests that this rank may hold in memory at a time.

@@ -1,6 +1,6 @@
 """The manifest of a committed folder of files, and the records of files that are not committed yet.
 
-Each describes the object with a file's bytes; docs/format.md has the bytes of both.
+Both say which object holds the bytes of a file; docs/format.md specifies the two formats.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def beneath(folder: str, key: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """The object with a file's bytes.
+    """The object that holds the bytes of a file.
 
     Attributes:
         key: The key of the object.

@@ -1,9 +1,8 @@
 """Resolves paths to files: files of committed folders, a job's pending files, and plain objects.
 
-There are three kinds of files: committed files, which a manifest names and which
-never change; pending files, which a record names, in a temporary folder of the job; and plain
-objects, which other programs read and write. If a path has several, they take precedence in this
-order.
+There are three kinds of files: committed files, which a manifest names and which never change;
+pending files, which a record names, in a temporary folder of the job; and plain objects, which
+other programs read and write. If a path has several, they take precedence in this order.
 """
 
 from __future__ import annotations

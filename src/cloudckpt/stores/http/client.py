@@ -156,7 +156,7 @@ class Reply:
         Raises:
             RangeNotSatisfiableError: If the object ends before the range does.
             ServerError: If the response holds another range.
-            ValueError: If its headers are missing or can't be parsed.
+            ValueError: If headers of the response are missing or can't be parsed.
         """
         wanted = f"{start}-{start + size - 1}"
         is_range = self.status != 200  # some stores ignore Range now and then

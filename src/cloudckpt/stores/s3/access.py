@@ -195,9 +195,9 @@ class BucketAccess(Access):
         """Implements :meth:`cloudckpt.stores.credentials.Access.authorize`.
 
         Integrity rests on CRC32C and TLS, so the bodies of uploads above 1 MiB are not hashed for
-        the signature unless the profile demands it. All other bodies are signed, as policies may
-        deny unsigned requests. Content-Length is not signed: gateways drop it if it is zero, and
-        HTTP/2 does not need it.
+        the signature. All other bodies are, as policies may deny unsigned requests. The profile's
+        ``payload_signing_enabled`` overrides this for all bodies. Content-Length is not signed:
+        gateways drop it if it is zero, and HTTP/2 does not need it.
         """
         endpoint, (source, secrets) = self._endpoint, issued
         url = endpoint.bucket_url + url.removeprefix(self.bucket_url)

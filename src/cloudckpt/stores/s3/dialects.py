@@ -1,10 +1,9 @@
 """The differences between stores with S3's API, as a table of the vendors' documented properties.
 
-Where the documentation is silent, the row holds the safe value: a
-condition is tested before a commit relies on it, a checksum is not expected to be verified, a copy
-is streamed. The user's options take precedence over a row. A row's statements about conditions hold
-at its vendor's hosts only; elsewhere, whatever name the user gives it, the server is unknown and
-conditions are tested.
+Where the documentation is silent, the row holds the safe value: a condition is tested before a
+commit relies on it, a checksum is not expected to be verified, a copy is streamed. The user's
+options take precedence over a row. A row's statements about conditions hold at its vendor's hosts
+only; elsewhere, whatever name the user gives it, the server is unknown and conditions are tested.
 """
 
 from __future__ import annotations
