@@ -178,6 +178,7 @@ def load(
         CheckpointNotFoundError: If there is no committed checkpoint.
         MissingKeyError: If ``strict`` and the checkpoint lacks a key (with the default planner).
         ShapeMismatchError: If ``strict`` and a shape differs (with the default planner).
+        KeyCollisionError: If tensors that share memory have different values in the checkpoint.
         CheckpointCorruptError: If bytes are missing or damaged.
         CheckpointReplacedError: If the checkpoint was replaced repeatedly meanwhile.
         UntrustedPickleError: If a pickle would run code that is not on the allow-list.

@@ -411,9 +411,10 @@ class UntrustedPickleError(CheckpointError):
 
 
 class KeyCollisionError(CheckpointError, ValueError):
-    """Two entries would have the same name in the checkpoint.
+    """Two entries would have the same name in the checkpoint, or the same memory after a load.
 
-    Two keys of a state dict become the same string, or ranks have different content under one name.
+    Two keys of a state dict become the same string, or ranks have different content under one name,
+    or tensors of the state dict that share memory (tied weights) have different saved values.
     """
 
 

@@ -8,16 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import cloudckpt
 from cloudckpt.checkpointer import make_sync_checkpointer
-from cloudckpt.errors import ConfigError, MissingKeyError, ShapeMismatchError
+from cloudckpt.errors import ConfigError, KeyCollisionError, MissingKeyError, ShapeMismatchError
 
 from .places import Place
 
@@ -197,6 +199,50 @@ def test_tied_weights_of_which_one_was_saved_are_loaded(tmp_path, road):
     assert {*report.converted} == {"head"}
     with pytest.raises(MissingKeyError):
         _load(road, uri, state | {"head": torch.zeros(4, 2)}, strict=True)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("road", ROADS)
+def test_tensors_of_one_memory_refuse_different_values_and_name_both(tmp_path, road, strict):
+    uri = _saved(tmp_path / "step-7", {"embedding": torch.ones(2, 3), "head": torch.zeros(2, 3)})
+    room, wrapped = torch.zeros(3, 3), TwoTensor(torch.zeros(2, 3), torch.zeros(2, 3))
+    for first, second in [(room[:2], room[:2]), (room[:2], room[1:]), (wrapped, wrapped)]:
+        with pytest.raises(KeyCollisionError, match=r"embedding.* head|head.* embedding"):
+            _load(road, uri, {"embedding": first, "head": second}, strict=strict)
+
+
+@pytest.mark.parametrize("how", ["ours", "unverified", "torch's", "pickled", "converted", "other"])
+def test_tensors_of_one_memory_take_equal_values(local, how):
+    weight = torch.rand(300, 300)
+    saved = {"embedding": weight, "head": weight.double() if how == "other" else weight}
+    saved |= {"left": weight[:, :9], "right": weight[:, 9:]}
+    extensions = {"torch's": [], "pickled": [ZStandard()]}.get(how)
+    theirs = dcp.FileSystemWriter(local.path, _extensions=extensions)
+    dcp.save(saved, storage_writer=local.writer() if extensions is None else theirs, no_dist=True)
+    room = torch.zeros(2, 300, 300, dtype=torch.bfloat16 if how == "converted" else torch.float32)
+    columns = {"left": room[1][:, :9], "right": room[1][:, 9:]}  # which lie between each other
+    reader = local.having(verify=how != "unverified").reader()
+    cloudckpt.load({"embedding": room[0], "head": room[0]} | columns, storage_reader=reader)
+    assert torch.equal(room, weight.to(room.dtype).expand(2, -1, -1))
+    if how in ("ours", "unverified", "converted"):
+        assert reader.transferred.nbytes < 3 * weight.nbytes  # the second is known
+
+
+def _tied_on_ranks(place: Place) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = torch.arange(16.0).view(4, 4)
+    sharded = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+    place.save({"embedding": sharded, "head": sharded, "near": weight + torch.eye(4)[3]})
+    for placement in (Shard(0), Shard(1)):
+        room = distribute_tensor(torch.zeros(4, 4), mesh, [placement])
+        place.load({"embedding": room, "head": room})
+        assert torch.equal(room.full_tensor(), weight)
+        with pytest.raises(KeyCollisionError):  # only the part of the last rank differs
+            place.load({"embedding": room, "near": room})
+
+
+def test_shards_of_one_memory_take_equal_values_and_every_rank_refuses_others(ranks, local):
+    ranks(2, _tied_on_ranks, local)
 
 
 def test_bytes_of_an_extra_state_take_the_saved_length(tmp_path):

@@ -13,6 +13,7 @@ from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    KeyCollisionError,
     MissingKeyError,
 )
 from dcp.layouts import LAYOUTS, full_state, spread
@@ -108,7 +109,8 @@ def test_a_store_that_wants_equal_parts_gets_them(s3) -> None:
 
 def _tied(rows: int) -> dict[str, torch.Tensor]:
     embedding = numbered(rows, 40)
-    return {"embed.weight": embedding, "head.weight": embedding, "other": numbered(rows, 40)}
+    other = numbered(rows, 40, first=7)
+    return {"embed.weight": embedding, "head.weight": embedding, "other": other}
 
 
 def _save_tied(place) -> None:
@@ -127,8 +129,13 @@ def test_tied_weights_are_written_once_and_loaded_by_both_names(ranks, local, wo
     once = {name: expected[name] for name in ("embed.weight", "other")}
     _assert_same(_files(local)[0], once)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    cloudckpt.hf.load(loaded, local.uri, config=local.config)
-    _assert_same(loaded, expected)
+    for head in (loaded["head.weight"], loaded["embed.weight"]):
+        loaded["head.weight"] = head
+        cloudckpt.hf.load(loaded, local.uri, config=local.config)
+        _assert_same(loaded, expected)
+    loaded["other"] = loaded["embed.weight"]
+    with pytest.raises(KeyCollisionError, match="other"):
+        cloudckpt.hf.load(loaded, local.uri, config=local.config)
 
 
 def test_tied_weights_are_loaded_by_the_package_as_its_own(local) -> None:

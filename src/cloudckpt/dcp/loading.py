@@ -24,12 +24,14 @@ from cloudckpt.checkpoint.torch_private import (
     device_for_collectives,
 )
 from cloudckpt.checkpoint.values import load_item, load_tensor
-from cloudckpt.config import Config
+from cloudckpt.checksum import CRC64NVME
+from cloudckpt.config import MIB, Config
 from cloudckpt.dcp.failures import break_off
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CloudCheckpointError,
+    KeyCollisionError,
     ProcessGroupError,
     ShapeMismatchError,
     TransferCancelledError,
@@ -41,9 +43,10 @@ from cloudckpt.transfer.boxes import Box, plan_boxes, row_major_slices, row_majo
 from cloudckpt.transfer.download import MERGE_GAP, Download, download, segments_for
 from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, TensorSink, Wanted
 from cloudckpt.transfer.memory import (
-    Claims,
+    bytes_of,
     narrow,
     settled,
+    sharing_memory,
     shows_its_memory,
     why_not_filled,
 )
@@ -210,6 +213,37 @@ def _waited(work: dist.Work | None) -> RuntimeError | None:
     return None
 
 
+@dataclass(eq=False, slots=True)
+class _Delivery:
+    """The ranges to read for an item, and the tensors in whose memory it is stored.
+
+    Attributes:
+        owner: The entry, or the chunk of a tensor, that the item belongs to.
+        wanted: The ranges to read.
+        memory: The tensors whose memory is filled; empty if the item is not a tensor.
+        put: Called once the ranges have arrived.
+        round: The number of the round in which the item is read.
+        digest: A checksum of the memory at the end of this round; None if no other delivery may
+            change it.
+    """
+
+    owner: MetadataIndex
+    wanted: list[Wanted]
+    memory: Sequence[torch.Tensor] = ()
+    put: Callable[[], None] | None = None
+    round: int = 0
+    digest: int | None = None
+
+    def current_digest(self) -> int:
+        """Returns a checksum of the values in memory, read in pieces of up to 16 MiB."""
+        digest = 0
+        for tensor in self.memory:
+            for piece in row_major_slices(tensor.shape, tensor.itemsize, 16 * MIB):
+                values = narrow(tensor, piece.box).cpu().resolve_conj().resolve_neg().contiguous()
+                digest = CRC64NVME.of(bytes_of(values), digest)
+        return digest
+
+
 @dataclass(eq=False)
 class Load:
     """Fetches the items of a plan into the planner's tensors.
@@ -236,8 +270,8 @@ class Load:
     guarded: Callable[[], AbstractContextManager[None]]
 
     def __post_init__(self) -> None:
-        self._wanted: list[list[Wanted]] = [[]]  # by round; rounds run one after another
-        self._claims = [Claims()]  # by round
+        self._deliveries: list[_Delivery] = []  # in the order of the plan
+        self._contents: dict[Any, Any] = {}  # which stored values are read into which memory
         self._afterwards: list[Callable[[], None]] = []
 
     def prepare(self, plan: LoadPlan) -> None:
@@ -259,10 +293,14 @@ class Load:
                     self._want_tensor(item, place.tensor)
                 else:
                     self._want_pickled_tensor(item, place)
+        # read in the same round, one tensor would seem damaged where another is received
+        memory = [(one.owner, one.memory) for one in self._deliveries]
+        for number, its_round in sharing_memory(memory).items():
+            self._deliveries[number].round, self._deliveries[number].digest = its_round, 0
 
     def segments(self) -> list[Segment]:
         """Returns the reads that ranks may fetch for each other: those of the first round."""
-        return segments_for(self._wanted[0], self.config)
+        return segments_for(self._wanted(0), self.config)
 
     def run(self, shared: SharedReads | None = None) -> None:
         """Fetches all items, verifies them as the options say, and passes them to the planner.
@@ -270,18 +308,68 @@ class Load:
         Args:
             shared: The reads that ranks share, from :meth:`segments` of each; makes this a
                 collective call.
+
+        Raises:
+            KeyCollisionError: If tensors that share memory have different values in the checkpoint.
         """
-        first, *others = self._wanted
-        with self.guarded():
-            download(self.store, first, self.config, self.stats, shared=shared)
-            for wanted in others:
-                download(self.store, wanted, self.config, self.stats)
+        last = max((one.round for one in self._deliveries), default=0)
+        for number in range(last + 1):
+            with self.guarded():
+                download(self.store, self._wanted(number), self.config, self.stats, shared=shared)
+            shared = None
+            for one in (one for one in self._deliveries if one.round == number):
+                if one.put is not None:
+                    one.put()
+                if one.digest is not None:
+                    one.digest = one.current_digest()
+        self._check_shared_memory()
         for finish in self._afterwards:
             finish()
 
     def close(self) -> None:
         """Drops the references to tensors, which would otherwise live until garbage collection."""
+        self._deliveries.clear()
         self._afterwards.clear()
+
+    def _wanted(self, number: int) -> list[Wanted]:
+        """Returns the ranges to read in a round."""
+        of_round = (one for one in self._deliveries if one.round == number)
+        return [want for one in of_round for want in one.wanted]
+
+    def _check_shared_memory(self) -> None:
+        """Raises an error if one tensor has overwritten the values of another.
+
+        Raises:
+            KeyCollisionError: If so.
+        """
+        sharing = [one for one in self._deliveries if one.digest is not None]
+        sharing.sort(key=lambda one: -one.round)
+        for one in sharing:
+            if one.current_digest() != one.digest:
+                mine, name = (one.owner, one.memory), one.owner.fqn
+                others = [(other.owner, other.memory) for other in sharing]
+                names = [other[0].fqn for other in others if sharing_memory([mine, other])]
+                raise KeyCollisionError(
+                    f"{name} and {names[0]} share memory in the state dict, which can't hold the "
+                    "different values that they have in the checkpoint: give each a tensor of its "
+                    "own before the load (untie them), or leave one of them out of the state dict",
+                    uri=self.uri,
+                    item=name,
+                )
+
+    def _is_in_memory(self, item: ReadItem, stored: StoredTensor, target: torch.Tensor) -> bool:
+        """Whether another item, with the same stored bytes, is read into the same memory.
+
+        So tied weights that were saved under each of their names are read once. Bytes are known to
+        be the same by their location or their checksums.
+        """
+        source = stored.elements
+        memory = (target.device, target.data_ptr(), target.dtype, target.shape, target.stride())
+        region = (stored.dtype, stored.shape, item.storage_offsets, item.lengths)
+        content = (*region, source.blocks or (source.key, source.offset))
+        signs = target.is_conj(), target.is_neg()
+        known = self._contents.setdefault((memory, signs), content)
+        return known is not content and known == content
 
     def _want_tensor(self, item: ReadItem, stored: StoredTensor) -> None:
         target = settled(self.planner.resolve_tensor(item)).detach()
@@ -289,8 +377,11 @@ class Load:
         opaque = travels_as_bytes(target)
         if not opaque:
             self._check_memory(item, target)
-        wanted = self._wanted[0] if opaque else self._round_for(target, item.dest_index)
         self._afterwards.append(lambda: self.planner.commit_tensor(item, target))
+        if not opaque and self._is_in_memory(item, stored, target):
+            return
+        wanted: list[Wanted] = []
+        self._deliveries.append(_Delivery(item.dest_index, wanted, _in_memory(target)))
         source, dtype, config = stored.elements, stored.dtype, self.config
         limit = even_share(0, config.most_connections)
         for read in plan_boxes(
@@ -317,7 +408,7 @@ class Load:
                 wanted.append(Wanted(source, start, stop, sink, False))
 
     def _want_bytes(self, item: ReadItem, place: ItemPlace) -> None:
-        sink = self._want_all(place.whole)
+        _, sink = self._want_all(item, place.whole)
 
         def finish() -> None:
             data = _untransformed(place, sink.data)
@@ -336,37 +427,25 @@ class Load:
         self._afterwards.append(finish)
 
     def _want_pickled_tensor(self, item: ReadItem, place: ItemPlace) -> None:
-        sink = self._want_all(place.whole)
+        delivery, sink = self._want_all(item, place.whole)
+        target = settled(self.planner.resolve_tensor(item)).detach()
+        delivery.memory = _in_memory(target)
+        self._afterwards.append(lambda: self.planner.commit_tensor(item, target))
 
-        def finish() -> None:
+        def put() -> None:
             data = _untransformed(place, sink.data)
             tensor = load_tensor(data, place.whole.item, self.uri, trust=self.trust_pickle)
-            target = settled(self.planner.resolve_tensor(item)).detach()
             self._check_shape(item, target, tuple(tensor.shape))
             box = tuple(zip(item.storage_offsets, item.lengths, strict=True))
             target.copy_(narrow(tensor, box))
-            self.planner.commit_tensor(item, target)
 
-        self._afterwards.append(finish)
+        delivery.put = put
 
-    def _want_all(self, source: StoredBytes) -> BytesSink:
+    def _want_all(self, item: ReadItem, source: StoredBytes) -> tuple[_Delivery, BytesSink]:
         sink = BytesSink(source.nbytes)
-        self._wanted[0].append(Wanted(source, 0, source.nbytes, sink, True))
-        return sink
-
-    def _round_for(self, target: torch.Tensor, owner: MetadataIndex) -> list[Wanted]:
-        """Returns the round, as its list of reads, to which the reads of a tensor are to be added.
-
-        Tensors that share memory get different rounds, in the order of the plan: as in torch, the
-        last of them determines the values. Fetched in the same round, they would seem damaged.
-        """
-        overlapping = [n for n, claims in enumerate(self._claims) if claims.overlap(target, owner)]
-        number = overlapping[-1] + 1 if overlapping else 0
-        if number == len(self._claims):
-            self._claims.append(Claims())
-            self._wanted.append([])
-        self._claims[number].add(target, owner)
-        return self._wanted[number]
+        wanted = Wanted(source, 0, source.nbytes, sink, True)
+        self._deliveries.append(_Delivery(item.dest_index, [wanted]))
+        return self._deliveries[-1], sink
 
     def _check_memory(self, item: ReadItem, target: torch.Tensor) -> None:
         name, planner = item.dest_index.fqn, self.planner
@@ -399,6 +478,14 @@ class Load:
                 uri=self.uri,
                 item=fqn,
             )
+
+
+def _in_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors with memory that a tensor consists of; a plain one, only itself."""
+    if travels_as_bytes(tensor):
+        names: Sequence[str] = cast(Any, tensor).__tensor_flatten__()[0]
+        return [part for name in names for part in _in_memory(getattr(tensor, name))]
+    return [tensor] if tensor.numel() and not why_not_filled(tensor) else []
 
 
 def _row_bytes(box: Box, stored: StoredTensor) -> int:

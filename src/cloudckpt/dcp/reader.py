@@ -416,6 +416,7 @@ class CloudStorageReader(OurReader):
         Raises:
             CheckpointReplacedError: If another save replaced the checkpoint meanwhile.
             CheckpointCorruptError: If bytes are missing or damaged.
+            KeyCollisionError: If tensors that share memory have different values in the checkpoint.
             UntrustedPickleError: If a value needs code that is not on the allow-list.
             StoreError: If the store refuses or stays unreachable.
         """

@@ -92,7 +92,8 @@ def load(
         CheckpointNotFoundError: If there is no model at ``uri``.
         MissingKeyError: If the model lacks a key of the state dict, and ``strict`` is on.
         ShapeMismatchError: If a shape differs.
-        KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
+        KeyCollisionError: If ``key_mapping`` gives two tensors the same name, or tensors that share
+            memory have different values in the files.
         ConfigError: If ``key_mapping`` returns anything but one name or None.
         UnsupportedTensorError: If this torch lacks a tensor's type, or a tensor of the state dict
             can't be filled.

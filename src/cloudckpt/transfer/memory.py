@@ -1,9 +1,8 @@
-"""Accesses tensors as bytes without copying, and detects which tensors share memory."""
+"""Accesses tensors as bytes without copying, and finds those whose memory overlaps."""
 
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from cloudckpt.transfer.boxes import Box, reach
 __all__ = [
     "PLAIN",
     "READABLE",
-    "Claims",
     "bytes_of",
     "extent",
     "has_memory",
@@ -24,6 +22,7 @@ __all__ = [
     "memory_of",
     "narrow",
     "settled",
+    "sharing_memory",
     "shows_its_memory",
     "why_not_filled",
 ]
@@ -130,40 +129,38 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return view
 
 
-class Claims:
-    """Memory ranges with an owner each; ranges of different owners do not overlap.
+def sharing_memory(
+    entries: Sequence[tuple[Hashable, Sequence[torch.Tensor]]],
+) -> dict[int, int]:
+    """Finds entries whose memory overlaps that of other owners, and divides them into rounds.
 
-    A range extends from the first to the last byte of a view, including gaps. Views of the same
-    owner, such as the boxes of one tensor, may overlap; their ranges are merged.
+    A tensor's memory extends from its first to its last byte, including gaps. Within a round, plain
+    tensors of different owners do not overlap.
+
+    Args:
+        entries: For each entry its owner, and the nonempty tensors in memory that it consists of.
+
+    Returns:
+        The round of each entry that overlaps another one, directly or through others, by its
+        number in ``entries``.
     """
-
-    def __init__(self) -> None:
-        # by device: the sorted starts and stops of the ranges, and their owners
-        self._taken: dict[torch.device, tuple[list[int], list[int], list[Hashable]]] = {}
-
-    def overlap(self, tensor: torch.Tensor, owner: Hashable) -> bool:
-        """Returns whether a tensor's range overlaps a range that was added for another owner."""
-        if tensor.device not in self._taken or not tensor.numel():
-            return False
-        starts, stops, owners = self._taken[tensor.device]
-        start, stop = _range_of(tensor)
-        there = owners[bisect_right(stops, start) : bisect_left(starts, stop)]
-        return any(other != owner for other in there)
-
-    def add(self, tensor: torch.Tensor, owner: Hashable) -> None:
-        """Adds a tensor, which must not overlap tensors of other owners."""
-        if not tensor.numel():
-            return
-        starts, stops, owners = self._taken.setdefault(tensor.device, ([], [], []))
-        start, stop = _range_of(tensor)
-        joined = slice(bisect_right(stops, start), bisect_left(starts, stop))
-        starts[joined] = [min([start, *starts[joined]])]
-        stops[joined] = [max([stop, *stops[joined]])]
-        owners[joined] = [owner]
-
-
-def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the addresses of a tensor's first byte, and of the byte after its last."""
-    first, end = extent(tensor)
-    start = tensor.data_ptr()
-    return start, start + end - first
+    ranges: list[tuple[str, int, int, int]] = []
+    for number, (_, tensors) in enumerate(entries):
+        for tensor in tensors:
+            (first, end), start = extent(tensor), tensor.data_ptr()
+            ranges.append((str(tensor.device), start, start + end - first, number))
+    groups: list[dict[int, int]] = []  # of entries that overlap
+    rounds: list[tuple[int, Hashable]] = []  # the end of the last range of each, and its owner
+    before, reached = "", 0
+    for device, start, stop, number in sorted(ranges):
+        if device != before or start >= reached:
+            groups.append({})
+            rounds, before, reached = [], device, 0
+        owner = entries[number][0]
+        free = (at for at, (end, last) in enumerate(rounds) if end <= start or last == owner)
+        if (at := next(free, len(rounds))) == len(rounds):
+            rounds.append((0, owner))
+        rounds[at] = max(stop, rounds[at][0]), owner
+        groups[-1][number] = at
+        reached = max(reached, stop)
+    return {number: at for group in groups if any(group.values()) for number, at in group.items()}
