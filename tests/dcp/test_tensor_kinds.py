@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.masked import masked_tensor
 
 import cloudckpt
 from cloudckpt.errors import KeyCollisionError, ShapeMismatchError, UnsupportedTensorError
@@ -194,6 +195,9 @@ UNSUPPORTED = {
     "sparse": lambda: numbered(3, 3).to_sparse(),
     "meta": lambda: torch.empty(3, device="meta"),
     "nested": lambda: torch.nested.nested_tensor([numbered(2), numbered(3)]),
+    "lazy": lambda: torch.nn.LazyLinear(3).weight,
+    "masked": lambda: masked_tensor(numbered(2), torch.tensor([True, False])),
+    "mkldnn": lambda: numbered(3).to_mkldnn(),
     "jagged": lambda: torch.nested.nested_tensor([numbered(2), numbered(3)], layout=torch.jagged),
     **{
         name: functools.partial(torch.empty, 16, dtype=getattr(torch, name))
@@ -205,6 +209,8 @@ UNSUPPORTED = {
 @pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*quantiz.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*MaskedTensors.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:Lazy modules.*:UserWarning")
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_what_has_no_plain_bytes_is_refused_by_name_and_nothing_stays(kind, local):
     state = {"before": numbered(10), "odd": UNSUPPORTED[kind](), "z behind": numbered(10)}

@@ -21,12 +21,14 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt.checkpoint.manifest import Planned
 from cloudckpt.checkpoint.object_plan import StoredForm
@@ -48,6 +50,7 @@ from cloudckpt.checkpoint.torch_private import (
 from cloudckpt.dcp.copies import Copies
 from cloudckpt.dcp.meeting import PLAN_ANEW
 from cloudckpt.dcp.saving import SmallTensors, expected_size
+from cloudckpt.errors import UnsupportedTensorError
 from cloudckpt.fork import module_lock
 from cloudckpt.gc_pause import paused_gc
 from cloudckpt.transfer.memory import PLAIN
@@ -111,20 +114,42 @@ class CloudSavePlanner(DefaultSavePlanner):
         """Plans this rank's items as torch's planner does.
 
         Raises:
-            UnsupportedTensorError: If a tensor is nested (and so has no size to plan for), has a
-                partial placement, or declares invalid shards.
+            UnsupportedTensorError: If a tensor can't be planned, as it has no size or memory or is
+                of an unusual class, has a partial placement, or declares invalid shards.
         """
         for name, value in self.state_dict.items():
             if isinstance(value, DTensor):
                 check_placements(value, name)
             else:
                 check_shards(value, name)
-            # torch's ShardedTensor has no is_nested, and other classes may not either
-            is_asked = type(value) is torch.Tensor or is_traceable_wrapper_subclass(value)
-            if is_asked and value.is_nested:
-                check_supported(value, name)
-        with paused_gc():
-            return super().create_local_plan()
+        try:
+            with paused_gc():
+                return super().create_local_plan()
+        except Exception:
+            for name, value in self.state_dict.items():
+                if isinstance(value, torch.Tensor):
+                    _check_planned(name, value)
+            raise
+
+
+def _check_planned(name: str, value: torch.Tensor) -> None:
+    """Refuses a tensor that torch can't plan to save.
+
+    Raises:
+        UnsupportedTensorError: If so.
+    """
+    try:
+        create_default_local_save_plan({name: value}, is_coordinator=False)
+    except Exception as exc:
+        if type(value) in PLAIN:
+            check_supported(value, name)
+        raise UnsupportedTensorError(
+            f"{name} is a {type(value).__name__}, which can't be saved: {exc}. Save it in another "
+            "form, such as a plain tensor of its values, or leave it out; give a lazy module its "
+            "parameters first, by a forward pass",
+            item=name,
+            cause=exc,
+        ) from exc
 
 
 def lost_by_flattening(state_dict: dict[str, Any], planner: object, uri: str) -> Structure:
