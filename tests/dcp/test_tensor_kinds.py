@@ -3,10 +3,13 @@
 import functools
 import io
 import re
+import uuid
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -136,31 +139,31 @@ def test_a_subclass_with_memory_of_its_own_is_stored_as_a_plain_tensor(local):
     assert_same(_stock_load({"v": torch.zeros(4, 5)}, local)["v"], numbered(4, 5))
 
 
-OVERLAPPING = {
-    "transposed": lambda room: room.t(),
-    "every other row": lambda room: room[::2],
-    "some columns": lambda room: room[:, 1:7],
-    "a diagonal": lambda room: room.diagonal(),
-    "flat": lambda room: room.view(-1),
-}
+_first, _count = st.integers(0, 3), st.integers(1, 4)
+_cuts = st.lists(st.tuples(_first, _count, _first, _count, st.integers(0, 1)), max_size=5)
 
 
-@pytest.mark.parametrize("size", [10, 400])
-@pytest.mark.parametrize("view", OVERLAPPING)
-def test_views_that_share_elements_take_equal_values_and_refuse_others(view, size, local):
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(_cuts, st.sampled_from([1, 9000]), st.booleans())
+def test_views_of_one_memory_take_equal_values_and_refuse_others(local, cuts, width, changes):
     """Fetched at once, the bytes of one would be taken for damage of the other."""
-    make, room = OVERLAPPING[view], torch.zeros(size, size)
-    targets = {"whole": room, "view": make(room)}
-    saved = {"whole": numbered(size, size), "view": make(numbered(size, size)).contiguous()}
-    local.save(saved)
-    for _ in range(3):
-        local.load(targets)
-        assert_same(room, saved["whole"])
-        room.zero_()
-    saved["view"].view(-1)[-1] = -1
-    (other := local.at("other")).save(saved)
-    with pytest.raises(KeyCollisionError):
-        other.load(targets)
+
+    def views(room: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = [room[a : a + b, c : c + d].transpose(0, turned) for a, b, c, d, turned in cuts]
+        return {"0": room[:2], **{str(number): part for number, part in enumerate(parts, 1)}}
+
+    saved = {name: view.clone() for name, view in views(torch.rand(4, 4, width)).items()}
+    first, *others = views(numbered(4, 4, width)).values()
+    if changes:
+        saved["0"][0, 0, 0] = -1
+    (place := local.at(uuid.uuid4().hex)).save(saved)
+    state = views(torch.zeros(4, 4, width))
+    if changes and any((other == first[0, 0, 0]).any() for other in others):
+        with pytest.raises(KeyCollisionError):
+            place.load(state)
+    else:
+        place.load(state)
+        assert all(torch.equal(state[name], saved[name]) for name in state)
 
 
 # ---- what is no tensor
