@@ -3,17 +3,25 @@
 Multipart uploads of the XML API are those of the project's stub (``tests/support/stubs``) until
 they are completed: then the object is written to the emulator, in one request. Content is given the
 generation of its object. All else is the emulator's own.
+
+To try ``gs://`` without an account, run gcp-storage-emulator behind it, until it is interrupted::
+
+    PYTHONPATH=tests python integration/gcs_front.py bucket --port 4443
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
+import threading
 import time
 from typing import Any
 from urllib.parse import quote, unquote, urlencode
 
 import urllib3
 
+from support.emulators import gcs_emulator
 from support.stubs import gcs_json, gcs_xml
 from support.stubs.gcs import GcsStub
 from support.stubs.gcs_answers import Answer, Call
@@ -27,8 +35,8 @@ _OF_THE_CONNECTION = {"connection", "content-length", "host", "transfer-encoding
 class GcsFront(GcsStub):
     """A server in front of the emulator at a URL; a context manager."""
 
-    def __init__(self, emulator: str) -> None:
-        super().__init__()
+    def __init__(self, emulator: str, port: int = 0) -> None:
+        super().__init__(port=port)
         self._emulator = _Emulator(emulator)
         self.state = _Uploads(self._emulator)
 
@@ -102,3 +110,24 @@ class _Uploads(State):
             attributes=attributes,
             created=time.time(),
         )
+
+
+def main() -> None:
+    """Runs gcp-storage-emulator, in memory, with a front and an empty bucket, until Ctrl-C."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("bucket")
+    parser.add_argument("--port", type=int, default=4443, help="0: any free port")
+    wanted = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        front = stack.enter_context(GcsFront(stack.enter_context(gcs_emulator()), wanted.port))
+        buckets = f"{front.url}/storage/v1/b?project=test"
+        made = urllib3.request("POST", buckets, json={"name": wanted.bucket})
+        assert made.status == 200, made.data
+        print(f"export STORAGE_EMULATOR_HOST={front.url} CLOUDCKPT_CONDITIONAL_WRITES=off")
+        print(f"gs://{wanted.bucket} is there until Ctrl-C ends this server", flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

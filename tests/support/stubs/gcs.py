@@ -38,8 +38,8 @@ class GcsStub(http.server.ThreadingHTTPServer):
     daemon_threads = True  # they are joined below, after their connections are broken
     request_queue_size = 128
 
-    def __init__(self, *buckets: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, *buckets: str, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.state = State(*buckets)
         self.failures: list[Exception] = []
         self._busy: dict[threading.Thread, socket.socket] = {}
