@@ -74,12 +74,12 @@ class Call:
 
     @property
     def shows_progress(self) -> bool:
-        """Whether progress is shown."""
+        """Whether progress is shown: not with ``--quiet`` or ``--json``."""
         return not (self.quiet or self.as_json)
 
     @property
     def is_interactive(self) -> bool:
-        """Whether to print text for a human beside the result: on a terminal, unless --quiet."""
+        """Whether to print more than the result: on a terminal, without ``--quiet`` and ``--json``."""
         return sys.stdout.isatty() and self.shows_progress
 
     def having(self, overwrite: bool | None) -> Config:
@@ -100,7 +100,10 @@ class Call:
             print_table(rows, styles)
 
     def done(self, rows: Sequence[Mapping[str, object]], document: Mapping[str, object]) -> None:
-        """Prints what a command has done, or in a dry run would do; with ``--quiet``, nothing."""
+        """Prints what a command has done, or in a dry run would do.
+
+        With ``--quiet`` it is printed only in a dry run, or as JSON.
+        """
         if self.as_json or self.dry_run or not self.quiet:
             self.show(rows, {"dry_run": self.dry_run, **document})
 
@@ -108,7 +111,7 @@ class Call:
         """Asks the user a question on the terminal, unless ``--yes`` was given.
 
         Raises:
-            typer.BadParameter: If stdin is not a terminal.
+            typer.BadParameter: If stdin is not a terminal, and ``--yes`` was not given.
             typer.Exit: If the answer is no.
         """
         if not self.yes and not sys.stdin.isatty():

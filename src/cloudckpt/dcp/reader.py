@@ -267,7 +267,7 @@ class CloudStorageReader(OurReader):
         """Raises an error if torch has saved here with ``use_collectives=False``.
 
         Raises:
-            CheckpointError: If it has.
+            CheckpointError: If torch has.
         """
         with contextlib.suppress(ObjectNotFoundError):
             Retrier(self.config.retry).call(lambda: self._store().head(self.uri.key(PART)))

@@ -325,9 +325,9 @@ class SaveLoop:
             ) from exc
 
     def _pending(self, writer: CloudStorageWriter, plan: KnownPlan, compared: int) -> Pending:
-        """Returns what the saving process is to store if this trainer ends before the commit.
+        """Returns the object that the saving process stores if this trainer ends before the commit.
 
-        The saving process adds the locations of the items.
+        The locations of the items are missing; the writer's ``sender`` adds them.
 
         Args:
             writer: The writer.

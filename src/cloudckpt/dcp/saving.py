@@ -242,7 +242,7 @@ class StateLayout:
         return None if start is None else (number, start, form, tensor)
 
     def _run(self, run: Sequence[_Small], memory: Memory) -> Iterator[ObjectPlan]:
-        """Yields the plans of small tensors: one, or more if they do not fit into one object."""
+        """Yields the plans of small tensors, one for each object to which any are assigned."""
         kept = [
             (one, sums)
             for one in run
