@@ -79,7 +79,7 @@ class Call:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether to print more than the result: on a terminal, without ``--quiet`` and ``--json``."""
+        """Whether to print more than the result: on a terminal, without --quiet or --json."""
         return sys.stdout.isatty() and self.shows_progress
 
     def having(self, overwrite: bool | None) -> Config:

@@ -69,7 +69,8 @@ def _wanted(source_kind: Kind, target: str, to: Kind | None) -> Kind:
     """Decides whether a checkpoint or a ``torch.save`` file is written.
 
     Raises:
-        typer.BadParameter: If neither ``to`` nor the name of the target decides it.
+        typer.BadParameter: If neither ``to`` nor the name of the target decides, or a file would be
+            converted to another file.
     """
     suffix = PurePosixPath(target).suffix.lower()
     if source_kind == to == "torch":

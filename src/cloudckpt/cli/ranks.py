@@ -68,7 +68,7 @@ def together(wanted: bool | None) -> Iterator[Ranks]:
         wanted: Whether there are several ranks, by the user's flag; None checks for torchrun.
 
     Raises:
-        typer.BadParameter: If ``wanted``, and the environment lacks the number of ranks.
+        typer.BadParameter: If ``wanted`` is True, and the environment lacks the number of ranks.
         ProcessGroupError: If the ranks can't connect to each other.
     """
     if not _are_many(wanted):

@@ -58,7 +58,7 @@ def _age(summary: CheckpointSummary | None) -> Moment | None:
 
 
 def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[CheckpointSummary]:
-    """Lists the checkpoints of one run, or the locations that are checkpoints."""
+    """Lists the checkpoints of a run given alone; of several locations, the checkpoints."""
     uris = [uri for location in locations for uri in finding.matching(location, call.config)]
     if uris == locations and len(uris) == 1:
         return cloudckpt.list_checkpoints(uris[0], step_name=step_name, config=call.config)

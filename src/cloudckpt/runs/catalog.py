@@ -308,8 +308,8 @@ class Run:
     def newest(self, steps: Sequence[int] | None = None) -> int | None:
         """Returns the newest committed step of the run's present training; None without one.
 
-        :mod:`cloudckpt.runs.line` says which steps are of it. Steps whose notes are damaged are
-        logged and skipped.
+        The training's steps are those on the run's line (:mod:`cloudckpt.runs.line`). Steps whose
+        notes are damaged are logged and skipped.
 
         Args:
             steps: The steps that have a folder, oldest first; None lists them.
@@ -419,7 +419,8 @@ class Run:
 def objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
     """Lists the objects directly beneath a folder whose names are cloudckpt's or torch's.
 
-    In a folder with a thousand names or more, only the prefixes of such names are listed further.
+    In a folder with a thousand names or more, only names that begin like these are listed beyond
+    the first thousand.
     """
     level = view.level(below)
     objects = [entry for entry in level if isinstance(entry, ObjectInfo)]

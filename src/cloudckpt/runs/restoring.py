@@ -165,7 +165,7 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
     Raises:
         CheckpointNotFoundError: If the location has no such checkpoint; for a missing step, the
             message lists those that are committed.
-        ConfigError: If it is a single checkpoint, and a step was given.
+        ConfigError: If the location is a single checkpoint, and a step was given.
     """
     if source.is_checkpoint():
         if step is not None:
