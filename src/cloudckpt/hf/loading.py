@@ -1,4 +1,4 @@
-"""``load``: reads a model in safetensors files; a folder of them, or one file, as a checkpoint."""
+"""``load``: reads a model from a folder of safetensors files, or from one such file."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self.on_step_begin(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Waits until the last save is committed.
+        """Waits until the last save is committed, also one that the Trainer made on stopping.
 
         Raises:
             CloudCheckpointError: The errors of :meth:`on_save`.

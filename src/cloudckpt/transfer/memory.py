@@ -65,7 +65,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def memory_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
     """Returns the storage of a nonempty tensor, and the start and end of its bytes there.
 
-    None if they were freed or shrunk, or the tensor is fake.
+    None if the memory was freed or shrunk, or the tensor is fake.
     """
     storage = tensor.untyped_storage()
     try:
