@@ -57,7 +57,8 @@ class Fetched:
 def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
     """Reads the bytes of a commit object that a load needs, usually in two requests.
 
-    These are the end of an object that cloudckpt wrote, and all of one that another library wrote.
+    Of an object that cloudckpt wrote, its end is read; an object of another library is read
+    completely.
 
     Args:
         store: The store.
@@ -236,9 +237,9 @@ def read_commit(
         The commit object, and the bytes that were fetched.
 
     Raises:
-        ObjectNotFoundError: If it does not exist.
+        ObjectNotFoundError: If the commit object does not exist.
         UntrustedPickleError: If another writer's metadata name code that is not on the allow-list.
-        CheckpointCorruptError: If it is damaged.
+        CheckpointCorruptError: If the commit object is damaged.
         StoreError: If the store refuses or stays unreachable.
     """
     uri = store.uri(key)

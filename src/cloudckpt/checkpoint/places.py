@@ -133,7 +133,8 @@ class Places:
             stats: Counts what is read.
 
         Raises:
-            CheckpointCorruptError: If ``damaged`` raises it, as it does by default.
+            CheckpointCorruptError: If ``damaged`` raises it, as it does by default; or if an index
+                matches its checksum, but is invalid.
             StoreError: If the store refuses or stays unreachable.
         """
         names = {name: f"the index of {name}" for name in self._objects} if names is None else names

@@ -310,13 +310,16 @@ def check_nesting(state_dict: Mapping[Any, Any]) -> None:
 
 
 def _check(value: Any, path: tuple[Any, ...], around: set[int], seen: dict[int, Any]) -> None:
-    """Checks the containers in a container.
+    """Checks that no container in ``value`` contains itself, or is nested too deeply.
 
     Args:
         value: The container.
         path: Its path.
         around: The ids of the container and of those around it.
         seen: Containers that were checked, by id; kept alive, as others would get their ids.
+
+    Raises:
+        UnsupportedValueError: If a container contains itself, or is nested too deeply.
     """
     is_mapping = isinstance(value, Mapping)
     entries: Iterable[Any] = value.values() if is_mapping else value
