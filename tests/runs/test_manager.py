@@ -10,7 +10,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -579,19 +578,31 @@ def test_ranks_that_mean_different_runs_or_options_are_told_at_once(ranks, folde
     assert ranks(2, _open_differently, str(folder)) == [None, None]
 
 
+class _Refuses:
+    """Its load_state_dict fails on the second rank."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.calls = error, 0
+
+    def state_dict(self) -> dict:
+        return {"a": torch.zeros(1)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.calls += 1
+        if dist.get_rank() == 1:
+            raise self.error
+
+
 def _restore_refused(run: str) -> list[tuple]:
     told = []
     with managed(run) as manager:
         for step in (1, 2):
-            manager.save(step, {"own": {"a": torch.zeros(1)}})
+            manager.save(step, {"own": _Refuses()})
         for error in (ValueError("mine"), CheckpointCorruptError("another one is damaged")):
-            own = mock.Mock(["state_dict", "load_state_dict"])
-            own.state_dict.return_value = {"a": torch.zeros(1)}
-            own.load_state_dict.side_effect = error if dist.get_rank() == 1 else None
+            own = _Refuses(error)
             with pytest.raises(CheckpointError) as caught:
                 manager.restore({"own": own})
-            calls = own.load_state_dict.call_count
-            told.append((type(caught.value), getattr(caught.value, "failures", None), calls))
+            told.append((type(caught.value), getattr(caught.value, "failures", None), own.calls))
     return told
 
 
