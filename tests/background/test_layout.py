@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cloudckpt.background import stager as stagers
@@ -58,6 +59,11 @@ def test_a_tensor_that_is_no_plain_memory_is_copied_on_its_own(stager, tensor):
     assert staged is not tensor
     assert (staged.layout, staged.shape) == (tensor.layout, tensor.shape)
     assert staged.is_meta or torch.equal(staged.to_dense(), tensor.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules.*:UserWarning")
+def test_a_lazy_parameter_is_copied_for_the_save_that_refuses_it_by_name(stager):
+    assert is_lazy(stager.stage({"t": torch.nn.LazyLinear(3).weight})["t"])
 
 
 class Named(torch.Tensor):

@@ -524,7 +524,7 @@ def _why_not_copied(tensor: torch.Tensor) -> str:
             "a tensor has functions of its own that plan its items; in a copy, these would still "
             "return items of the original: save it with cloudckpt.save"
         )
-    with contextlib.suppress(RuntimeError):  # a subclass without a storage
+    with contextlib.suppress(RuntimeError, ValueError):  # no storage, or a lazy parameter
         if tensor.layout == torch.strided and not tensor.is_meta and not has_memory(tensor):
             return (
                 "the memory of a tensor was freed or shrunk, so that there is nothing to copy; "
@@ -542,7 +542,7 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
         if tensor.layout != torch.strided or not has_memory(tensor):
             raise
         made = alone.as_subclass(torch.Tensor).clone().as_subclass(type(tensor))
-    return made.requires_grad_() if tensor.requires_grad else made
+    return made if made.requires_grad == tensor.requires_grad else made.requires_grad_()
 
 
 def _plain(container: Any, copies: dict[Any, Any]) -> Any:
