@@ -156,3 +156,17 @@ def test_entries_that_a_reader_renames_lead_to_the_same_bytes(local, save):
     loaded = {"my.w": torch.zeros_like(STATE["w"])}
     dcp.load(loaded, storage_reader=_Renaming(local.uri, config=local.config))
     assert_same(loaded["my.w"], STATE["w"])
+
+
+class _Misled(cloudckpt.CloudStorageReader):
+    def read_metadata(self, *args, **kwargs):
+        super().read_metadata(*args, **kwargs)
+        return cloudckpt.CloudStorageReader(f"{self.uri}/other").read_metadata()
+
+
+def test_the_metadata_of_another_checkpoint_do_not_load_this_one(saved):
+    cloudckpt.save(STATE, checkpoint_id=saved.at("other").uri)
+    loaded = {"w": torch.zeros_like(STATE["w"])}
+    with pytest.raises(CheckpointCorruptError, match="is gone"):
+        cloudckpt.load(loaded, storage_reader=_Misled(saved.uri))
+    assert not loaded["w"].any()

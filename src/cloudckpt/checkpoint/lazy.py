@@ -113,13 +113,13 @@ class _Places(Lazy):
     """``storage_data``: the location of each item, by its ``MetadataIndex``."""
 
     def __init__(self, record: Record, table: Table) -> None:
-        self._record, self._table = record, table
+        self.record, self._table = record, table
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
         row = int(self._table.rows([index])) if isinstance(index, MetadataIndex) else -1
         if row < 0:
             raise KeyError(index)
-        found, offset, length = self._record.extent_of(row)
+        found, offset, length = self.record.extent_of(row)
         return StorageInfo(found.name, offset, length)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
@@ -133,8 +133,8 @@ class _Places(Lazy):
 
     def items(self) -> ItemsView[MetadataIndex, StorageInfo]:
         """Returns all indexes with their locations, made in one pass over the columns."""
-        names = [one.name for one in self._record.objects]
-        rows = zip(*(column.tolist() for column in self._record.extents.columns[:3]), strict=True)
+        names = [one.name for one in self.record.objects]
+        rows = zip(*(column.tolist() for column in self.record.extents.columns[:3]), strict=True)
         places = (StorageInfo(names[number], *place) for number, *place in rows)
         return dict(zip(self, places, strict=True)).items()
 
@@ -143,4 +143,4 @@ class _Places(Lazy):
         return dict(self.items()).values()
 
     def __len__(self) -> int:
-        return len(self._record.extents)
+        return len(self.record.extents)

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, read_commit
-from cloudckpt.checkpoint.lazy import Lazy, ReadLater, save_id_of
+from cloudckpt.checkpoint.lazy import ReadLater, save_id_of
 from cloudckpt.checkpoint.objects import METADATA, PART, beneath, is_file
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.checkpoint.structure import Structure
@@ -372,7 +372,8 @@ class CloudStorageReader(OurReader):
             )
         commit = self._commit or CommitObject(ObjectInfo("", 0, ""), metadata, None)
         record = commit.record
-        if record is not None and not isinstance(places, Lazy):  # a library has renamed items
+        # a library has renamed items, or reads the metadata of another checkpoint
+        if record is not None and getattr(places, "record", None) is not record:
             record = dataclasses.replace(record, table=None)
         return Places(self.uri, dataclasses.replace(commit, metadata=metadata, record=record))
 
