@@ -72,7 +72,7 @@ def watch(
     step_name: str = DEFAULT_PATTERN,
     config: Config | None = None,
 ) -> AsyncIterator[CheckpointSummary]:
-    """Yields each committed checkpoint of a run once, existing ones first, then new ones.
+    """Yields the committed checkpoints of a run: first the existing ones, then each new one.
 
     Arguments and errors are those of :func:`cloudckpt.watch`.
 

@@ -43,7 +43,7 @@ class PerRank(Generic[T]):
 
     Attributes:
         value: The value of this rank. After a load, the value that this rank has saved; if the
-            checkpoint has no value of this rank, it stays as it was, which the load logs as a
+            checkpoint has no value of this rank, ``value`` stays unchanged, and the load logs a
             warning.
         is_loaded: Whether the last load has set ``value`` to what this rank had saved.
         all: After a load, the saved values by the rank that saved them: of all ranks if the ranks
@@ -351,8 +351,8 @@ def _fill(value: Any, state: Any, name: str) -> None:
     Raises:
         ShapeMismatchError: If the parameter groups of an optimizer are not those that were saved.
         CheckpointError: If the method finds that another checkpoint is damaged or missing: raised
-            as it is, that error would seem to be about the checkpoint that is loaded, and a manager
-            would restore an older step.
+            unchanged, that error would seem to be about the checkpoint that is loaded, and a
+            manager would restore an older step.
         Exception: Any other error of the method, with a note that has the name.
     """
     try:

@@ -268,7 +268,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                     break
 
     def _leave_unfit(self, name: str, value: Any, entry: Entry) -> None:
-        """Excludes a value that can't take the saved tensor from the load.
+        """Leaves a value out of the load if it can't take the saved tensor.
 
         Raises:
             ShapeMismatchError: If the planner is strict; element types are checked later.

@@ -337,10 +337,10 @@ class Load:
         return [want for one in of_round for want in one.wanted]
 
     def _check_shared_memory(self) -> None:
-        """Raises an error if one tensor has overwritten the values of another.
+        """Checks that no tensor has overwritten the loaded values of another one in shared memory.
 
         Raises:
-            KeyCollisionError: If so.
+            KeyCollisionError: If a tensor has.
         """
         sharing = [one for one in self._deliveries if one.digest is not None]
         sharing.sort(key=lambda one: -one.round)
@@ -481,7 +481,7 @@ class Load:
 
 
 def _in_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors with memory that a tensor consists of; a plain one, only itself."""
+    """Returns the tensors with memory of which a tensor consists: of a plain one, the tensor."""
     if travels_as_bytes(tensor):
         names: Sequence[str] = cast(Any, tensor).__tensor_flatten__()[0]
         return [part for name in names for part in _in_memory(getattr(tensor, name))]
