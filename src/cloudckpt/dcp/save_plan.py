@@ -136,7 +136,7 @@ def _check_planned(name: str, value: torch.Tensor) -> None:
     """Refuses a tensor that torch can't plan to save.
 
     Raises:
-        UnsupportedTensorError: If so.
+        UnsupportedTensorError: If torch can't plan to save the tensor.
     """
     try:
         create_default_local_save_plan({name: value}, is_coordinator=False)
