@@ -365,7 +365,10 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
 
 
 def content_of(state_dict: dict[str, Any], rank: int) -> Content:
-    """Prepares a state dict to be saved; calls ``state_dict()`` of its ``Stateful`` values.
+    """Returns a state dict in the form in which it is saved; the given one is not changed.
+
+    The result of ``state_dict()`` stands for each ``Stateful``, and this rank's value for each
+    ``per_rank``.
 
     Args:
         state_dict: The state dict.
@@ -373,7 +376,8 @@ def content_of(state_dict: dict[str, Any], rank: int) -> Content:
 
     Raises:
         ConfigError: If `state_dict` is not a dict.
-        UnsupportedValueError: If a container contains itself, or a tuple holds a ``Stateful``.
+        UnsupportedValueError: If a container contains itself, or a tuple holds a ``Stateful`` or a
+            ``per_rank``.
     """
     _check_dict(state_dict)
     return Content(state_dict, rank)

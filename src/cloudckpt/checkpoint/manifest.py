@@ -117,7 +117,7 @@ class Planned:
             if rows.numel() != len(one.extents):
                 raise IncompleteSaveError(
                     f"rank {rank} planned {rows.numel()} items, but wrote {len(one.extents)}; "
-                    "nothing was committed",
+                    "nothing was committed. Save again, or check the planner",
                     uri=uri,
                 )
         structure = self.structure

@@ -213,7 +213,10 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self.state_dict[name] = container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
-        """Returns a text about each dict that is empty in the state dict, not in the checkpoint."""
+        """Returns, by name, a text about each dict that is empty in the state dict only.
+
+        In the checkpoint such a name has entries beneath it, or is that of a tensor.
+        """
         names = {".".join(map(str, path)) for path in self._flat.empty}
         counts: Counter[str] = Counter()
         for parts in (name.split(".") for name in table.names) if names else ():

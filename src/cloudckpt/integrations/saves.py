@@ -142,7 +142,8 @@ class Saves:
             try:
                 self._continue_from(self._line_of(run), step, notes)
             except AccessDeniedError as error:  # a job that does not save has no need of its run
-                logger.warning("%s: later saves won't continue step %d: %s", run.root, step, error)
+                text = "%s: steps saved here will not count as a continuation of step %d: %s"
+                logger.warning(text, run.root, step, error)
 
     def _continue_from(self, line: OwnLine, step: int, notes: Notes) -> None:
         line.go_on_from(step, notes)

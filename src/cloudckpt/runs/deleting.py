@@ -63,8 +63,8 @@ def delete_at(
     Args:
         location: The location of the checkpoint.
         config: Options.
-        check: Called after the commit object was read and before it is deleted; if it raises,
-            nothing is deleted.
+        check: Called before each try to delete the commit object. If it raises at the first try,
+            nothing is deleted; later the commit object may be gone, if the answer was lost.
         deleted: Called when the commit object is deleted, before the data.
     """
     store, retrier = open_store(location, config), Retrier(config.retry)

@@ -7,5 +7,5 @@ try:  # before any module of this package imports them
     import botocore  # noqa: F401
 except ImportError as exc:
     raise MissingDependencyError(
-        "s3:// needs boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
+        "s3:// and hf:// need boto3; install it with: pip install 'cloudckpt[s3]'", cause=exc
     ) from exc
