@@ -66,12 +66,6 @@ def test_without_its_packages_the_command_says_what_to_install(monkeypatch):
         __main__.main()
 
 
-def with_place(command: str, place: str) -> list[str]:
-    name, *options = command.split()
-    others = {"diff": [place], "cp": [f"{place}-copy"]}.get(name, [])
-    return [name, place, *others, *options]
-
-
 class Denied(MemoryStore):
     """A store that knows the user, and lets him do nothing."""
 
@@ -85,7 +79,9 @@ class Denied(MemoryStore):
 def test_what_is_denied_is_told_by_each_command(cli, monkeypatch, command):
     opener = lambda uri, config: Denied("denied")  # noqa: E731
     monkeypatch.setattr(registry, "_OPENERS", {"memory": lambda: opener})
-    ended = cli(*with_place(command, "memory://denied/run"))
+    (name, *options), place = command.split(), "memory://denied/run"
+    others = {"diff": [place], "cp": [f"{place}-copy"]}.get(name, [])
+    ended = cli(name, place, *others, *options)
     code = 2 if command == "diff" else 1  # as of diff(1)
     assert ended == (code, "", "cloudckpt: access is denied | at memory://secret-place\n")
 

@@ -71,12 +71,6 @@ def restored(run: object, config: cloudckpt.Config | None = None, **options) -> 
     return step
 
 
-def objects_of(step: Path) -> set[str]:
-    """The names of the objects that a committed step has."""
-    found = dcp.FileSystemReader(str(step)).read_metadata().storage_data.values()
-    return {one.relative_path for one in found}
-
-
 @pytest.mark.parametrize("where", ["a disk", "S3"])
 def test_what_was_staged_is_restored(tmp_path, where, bucket, s3_config) -> None:
     run = str(tmp_path / "run") if where == "a disk" else f"s3://{bucket}/run"
@@ -226,7 +220,8 @@ def test_of_two_complete_saves_that_of_the_job_that_has_the_run_or_the_newest_is
             shutil.copy(step.parent / ".cloudckpt-job.json", both.parent)
     adopt(both, wait=0.0)
     of_chosen = {path.name for path in (tmp_path / str(chosen)).rglob("__*")}
-    assert objects_of(both) <= of_chosen
+    found = dcp.FileSystemReader(str(both)).read_metadata().storage_data.values()
+    assert {one.relative_path for one in found} <= of_chosen
 
 
 def test_a_run_says_what_is_pending(tmp_path, dead) -> None:

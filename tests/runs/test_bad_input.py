@@ -91,10 +91,6 @@ def test_a_clock_that_is_wrong_by_hours_changes_nothing(monkeypatch, whose, wron
 # what may not be deleted, or not be replaced
 
 
-def at(proxy: FaultyProxy, config: Config) -> Config:
-    return replace(config, s3=replace(config.s3, endpoint_url=proxy.url))
-
-
 def test_under_a_policy_that_lets_nothing_be_replaced_or_deleted_a_job_goes_on(
     bucket, s3_url, s3_client, s3_config, caplog
 ) -> None:
@@ -106,7 +102,8 @@ def test_under_a_policy_that_lets_nothing_be_replaced_or_deleted_a_job_goes_on(
         return "Contents" in s3_client.list_objects_v2(Bucket=bucket, Prefix=path)
 
     with FaultyProxy(s3_url) as proxy:
-        config = replace(at(proxy, s3_config), conditional_writes="on")  # known, as on these two
+        s3 = replace(s3_config.s3, endpoint_url=proxy.url)
+        config = replace(s3_config, s3=s3, conditional_writes="on")  # known, as on these two
         proxy.inject(DENIED, operation="DeleteObject")
         proxy.inject(DENIED, operation="PutObject", where=is_there)
         fill(run, 1, config=config, max_to_keep=1)

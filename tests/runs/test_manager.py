@@ -266,25 +266,19 @@ def test_no_further_step_is_tried_if_it_would_fail_as_well(run, monkeypatch, err
     assert tried == ["step-1"]
 
 
-class Unreadable:
-    """Denies the reading of one step's notes."""
-
-    def __init__(self, step: int) -> None:
-        self._end = f"step-{step}"
-        self._read = catalog.read_notes
-
-    def __call__(self, store, uri, retrier) -> Notes:
-        if str(uri).endswith(self._end):
-            raise AccessDeniedError("not now")
-        return self._read(store, uri, retrier)
-
-
 def test_a_step_that_can_not_be_compared_stays_and_keeps_no_other(run, caplog, monkeypatch) -> None:
+    read = catalog.read_notes
+
+    def deny(store, uri, retrier) -> Notes:
+        if str(uri).endswith("step-1"):
+            raise AccessDeniedError("not now")
+        return read(store, uri, retrier)
+
     fill(run, 1, 2, 3)  # the last is the best
     with managed(run, best_to_keep=1, **BY_LOSS) as manager:
         manager.restore(state())
         with monkeypatch.context() as patch:
-            patch.setattr(catalog, "read_notes", Unreadable(1))
+            patch.setattr(catalog, "read_notes", deny)
             for step in (4, 5):
                 save(manager, step)
                 assert manager.all_steps() == [step]

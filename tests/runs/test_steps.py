@@ -67,6 +67,8 @@ def test_what_is_no_step_has_no_name(step: object) -> None:
 
 BEST = Retention(best_to_keep=2, best_metric="loss", best_mode="min")
 HIGHEST = Retention(best_to_keep=2, best_metric="loss", best_mode="max")
+BOTH = Retention(max_to_keep=2, best_to_keep=2, best_metric="loss", best_mode="min")
+LOWEST = Retention(max_to_keep=2, best_metric="loss", best_mode="min")
 
 
 UNNEEDED = [
@@ -76,29 +78,11 @@ UNNEEDED = [
     (HIGHEST, [1, 2, 3, 4, 5], {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.9}, [2, 3]),
     (BEST, [1, 2, 3, 4, 5], {1: 1.0, 3: 2.0, 4: math.inf}, [4]),  # without a score all are kept
     (HIGHEST, [1, 3, 7, 9], {1: 0.5, 3: 0.5, 7: 0.5}, [1]),  # of equal scores the newest is best
+    (BOTH, [1, 2, 3, 4, 5], {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.9, 5: 0.8}, [1]),
+    (LOWEST, [1, 2, 3, 4], {1: 0.5, 2: 0.1, 3: 0.2, 4: 0.9}, [1]),  # and the newest
 ]
 
 
 @pytest.mark.parametrize(("rules", "committed", "scores", "unneeded"), UNNEEDED)
 def test_what_no_rule_keeps_is_unneeded(rules, committed, scores, unneeded) -> None:
     assert rules.unneeded(committed, scores) == unneeded
-
-
-@given(
-    committed=st.sets(st.integers(0, 50)),
-    most=st.integers(1, 5),
-    period=st.none() | st.integers(1, 9),
-    best=st.none() | st.integers(1, 5),
-    scores=st.dictionaries(st.integers(0, 50), st.floats(allow_nan=False)),
-)
-def test_the_newest_is_never_deleted_nor_what_is_not_there(
-    committed: set[int], most: int, period: int | None, best: int | None, scores: dict
-) -> None:
-    rules = {"max_to_keep": most, "keep_period": period, "best_to_keep": best}
-    kept = Retention(**rules, best_metric="loss", best_mode="min")  # type: ignore[arg-type]
-    unneeded = kept.unneeded(committed, scores)
-    assert set(unneeded) <= committed
-    assert unneeded == sorted(set(unneeded))
-    if committed:
-        assert max(committed) not in unneeded
-        assert len(committed) - len(unneeded) >= min(most, len(committed))

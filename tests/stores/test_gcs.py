@@ -10,7 +10,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C, to_base64
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -23,7 +22,6 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores.base import ObjectInfo, Part
-from cloudckpt.stores.gcs.store import GCSStore
 from support.dialects import (
     CRC,
     GOOGLE,
@@ -42,7 +40,7 @@ UPLOAD, VERBS, call = GOOGLE.upload, GOOGLE.verbs, GOOGLE.call
 
 @pytest.fixture(scope="module")
 def store(stub):
-    store = GCSStore("bucket", Config(gcs=GCSOptions(endpoint_url=stub.url)))
+    store = GOOGLE.open(stub.url)
     yield store
     store.close()
 

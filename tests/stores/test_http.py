@@ -115,18 +115,6 @@ def test_a_large_body_is_not_copied(server, client):
         put(client, server.url, views)
 
 
-def test_an_error_of_progress_comes_out_and_the_client_goes_on(server, client):
-    server.respond(lambda request: server.Answer(200))
-
-    def stop(count):
-        raise LookupError
-
-    with pytest.raises(LookupError):
-        put(client, server.url, [memoryview(bytes(3 * STEP))], stop)
-    assert put(client, server.url, [memoryview(b"data")]) == 200
-    assert server.requests[-1].body == b"data"
-
-
 @in_all_ways
 def test_an_answer_before_the_end_of_the_body_is_read(server, client):
     server.answer(status=412, body=b"too late", hasty=True)
@@ -188,17 +176,6 @@ def test_a_connection_that_breaks_tells_what_certainly_came(server, client):
     error, came = lost(client, server.url, len(data))
     assert error.received <= STEP + MIB
     assert data.startswith(came)
-
-
-def test_an_error_of_progress_ends_a_download(server, client):
-    server.respond(lambda request: server.Answer(body=bytes(4 * MIB)))
-
-    def stop(count):
-        raise LookupError
-
-    with pytest.raises(LookupError):
-        get(client, server.url, 4 * MIB, stop)
-    assert get(client, server.url, 4 * MIB) == bytes(4 * MIB)
 
 
 # stalls

@@ -11,20 +11,12 @@ import cloudckpt
 from cloudckpt import Config, S3Options
 from cloudckpt.errors import CredentialsError, MissingDependencyError
 from cloudckpt.stores import registry
-from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.registry import open_store
 from cloudckpt.uri import CheckpointURI
 from dcp.children import in_a_child
 from support.memory_store import MemoryStore
 
 MEMORY = CheckpointURI.parse("memory://registry/run")
-
-
-@pytest.mark.parametrize(
-    ("location", "kind"), [("memory://registry/run", MemoryStore), ("/data/run", LocalStore)]
-)
-def test_the_scheme_chooses_the_store(location, kind):
-    assert type(open_store(CheckpointURI.parse(location), Config())) is kind
 
 
 @pytest.mark.parametrize(

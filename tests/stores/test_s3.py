@@ -25,7 +25,6 @@ from cloudckpt.errors import (
     WrongRegionError,
 )
 from cloudckpt.stores.s3.access import BucketAccess
-from cloudckpt.stores.s3.store import S3Store
 from support.dialects import (
     S3,
     error_xml,
@@ -40,7 +39,7 @@ UPLOAD, VERBS, call = S3.upload, S3.verbs, S3.call
 
 @pytest.fixture(scope="module")
 def store(stub):
-    store = S3Store("bucket", Config(s3=S3Options(endpoint_url=stub.url, addressing_style="path")))
+    store = S3.open(stub.url)
     yield store
     store.close()
 
