@@ -310,8 +310,8 @@ def load_prepared(
             named = {str(key): value for key, value in state_dict.items()}
             if len(named) < len(state_dict):
                 raise KeyCollisionError(
-                    "two keys of the state dict become the same string, and keys are loaded as "
-                    "strings: rename one of them"
+                    "two keys of the state dict become the same string, as 1 and '1' do, and keys "
+                    "are loaded as strings: rename one of them"
                 )
             return Content(named, meeting.rank, sorts=True)
 

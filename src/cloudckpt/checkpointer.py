@@ -260,7 +260,7 @@ class Checkpointer(ClosedAtExit):
         if unknown := sorted(
             set(kwargs) - {"planner", "notes", "base", "keep_existing", "is_first"}
         ):
-            raise ConfigError(f"save() does not accept {unknown}: leave it out")
+            raise ConfigError(f"save() has no arguments {', '.join(unknown)}: leave them out")
         if isinstance(state_dict, (str, os.PathLike)):
             raise ConfigError(
                 "save() needs the location as its first argument: save(uri, state_dict)"

@@ -180,6 +180,8 @@ def dcp_to_dcp(
         CheckpointReplacedError: If the checkpoint was replaced repeatedly meanwhile.
         UntrustedPickleError: If a pickle in it would run code that is not on the allow-list.
         CheckpointExistsError: If there is a checkpoint at ``target`` and ``overwrite`` is off.
+        CheckpointConflictError: If another writer commits at ``target`` meanwhile.
+        CommitUnknownError: If the store did not report whether it carried out the commit.
         InvalidURIError: If a location can't be used for its purpose.
         StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
@@ -246,6 +248,8 @@ def torch_save_to_dcp(
         CheckpointError: If the file does not contain a dict.
         UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
+        CheckpointConflictError: If another writer commits at ``target`` meanwhile.
+        CommitUnknownError: If the store did not report whether it carried out the commit.
         InvalidURIError: If a location can't be used for its purpose.
         StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """

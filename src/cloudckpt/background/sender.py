@@ -452,7 +452,7 @@ class Speaker:
         self._lock = threading.Lock()
 
     def send(self, kind: str, content: object) -> None:
-        """Sends a message to the trainer, with its type and content.
+        """Sends a message's type and content to the trainer; nothing once ``is_heard`` is False.
 
         Raises:
             OSError: If the trainer has ended.

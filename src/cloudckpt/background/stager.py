@@ -527,8 +527,9 @@ def _why_not_copied(tensor: torch.Tensor) -> str:
     with contextlib.suppress(RuntimeError, ValueError):  # no storage, or a lazy parameter
         if tensor.layout == torch.strided and not tensor.is_meta and not has_memory(tensor):
             return (
-                "the memory of a tensor was freed or shrunk, so that there is nothing to copy; "
-                "gather it again before the save, or leave it out of the state dict"
+                f"a {type(tensor).__name__} has no memory to copy: it was freed or shrunk, or this "
+                "class never has any; gather the tensor again before the save, save its values in "
+                "plain tensors, or leave the tensor out of the state dict"
             )
     return ""
 

@@ -103,7 +103,7 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
     if setting == "off":
         logger.warning(
             "%s: conditional writes are off, so concurrent writers of one checkpoint are not "
-            "detected",
+            "detected: let only one job at a time save here",
             store.root,
         )
         return False
@@ -323,9 +323,9 @@ def _elsewhere(uri: CheckpointURI, record: WrittenObject, what: str) -> Differen
     """
     return DifferentCheckpointsError(
         f"rank {record.rank} wrote {record.name} ({record.size} bytes), which {what} for the "
-        "rank that commits: they write to different stores. Compare what selects the "
-        "store on all ranks: endpoint_url, AWS_ENDPOINT_URL and similar variables, the "
-        "account; for a path, the mount. Nothing was committed",
+        "rank that commits: unless another program deleted it, they write to different stores. "
+        "Compare what selects the store on all ranks: endpoint_url, AWS_ENDPOINT_URL and similar "
+        "variables, the account; for a path, the mount. Nothing was committed",
         uri=str(uri),
     )
 

@@ -153,7 +153,8 @@ def checked(name: object, uri: str) -> str:
     """
     if not isinstance(name, str):
         raise CheckpointCorruptError(
-            f"invalid metadata: the name of an object is a {type(name).__name__}, not a string",
+            f"invalid metadata: the name of an object is a {type(name).__name__}, not a string; "
+            "restore the metadata object, or load an older checkpoint",
             uri=uri,
         )
     parts = name.split("/")
@@ -162,7 +163,7 @@ def checked(name: object, uri: str) -> str:
     if not name or _UNUSABLE.search(name) or "" in parts or "." in parts or ".." in parts:
         raise CheckpointCorruptError(
             "invalid metadata: the name of an object leads out of the checkpoint, or is invalid: "
-            f"{name[:200]!r}",
+            f"{name[:200]!r}; restore the metadata object, or load an older checkpoint",
             uri=uri,
         )
     return name

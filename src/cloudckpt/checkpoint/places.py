@@ -173,7 +173,7 @@ class Places:
             except CheckpointCorruptError as error:
                 if config.verify:
                     raise
-                logger.warning("this object is read without checking its checksums: %s", error)
+                logger.warning("verify is off, so this object is read unchecked: %s", error)
                 self._indexes[record.name] = None  # both ends of its items are read instead
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:

@@ -126,7 +126,7 @@ def check_shards(value: Any, fqn: str) -> None:
     except Exception as exc:
         raise UnsupportedTensorError(
             "the attributes global_shape, global_offsets, local_offsets and local_sizes of "
-            f"{fqn} do not describe parts of a larger tensor: {exc}",
+            f"{fqn} do not describe parts of a larger tensor; correct them: {exc}",
             item=fqn,
             cause=exc,
         ) from exc

@@ -123,8 +123,8 @@ class Structure:
             return made
         except (ValueError, RecursionError) as exc:
             raise CheckpointCorruptError(
-                "the stored paths of the values are too long or contradict each other: load into a "
-                "state dict",
+                "the nested state dict can't be rebuilt: the stored paths of its values are "
+                "invalid, inconsistent, or too deep for this call stack; load into a state dict",
                 uri=uri,
                 cause=exc,
             ) from exc

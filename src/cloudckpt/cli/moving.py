@@ -1,4 +1,4 @@
-"""Commands that read all bytes of a checkpoint: ``verify``, ``cp`` and ``unshare``."""
+"""Commands that verify or copy the data of a checkpoint: verify, cp and unshare."""
 
 # no `from __future__ import annotations`: typer reads the annotations of functions
 

@@ -160,7 +160,7 @@ def latest(call: Call, run: str, *, step_name: str = DEFAULT_PATTERN) -> None:
     """
     newest = cloudckpt.latest(run, step_name=step_name, config=call.config)
     if newest is None:
-        what = "there is no committed checkpoint in this run: check the location"
+        what = "there is no committed checkpoint in this run: check the location and --step-name"
         raise CheckpointNotFoundError(what, uri=run)
     call.show([{"checkpoint": newest}], {"uri": newest})
 
@@ -259,7 +259,8 @@ def rm(call: Call, locations: list[str], *, recursive: bool = False) -> None:
     size = as_size(sum(one.nbytes for one in inside))
     _delete(call, wanted, delete, f"whole runs of {size}, with " if runs else "")
     if missing:
-        what = "there is no committed checkpoint to delete; --recursive deletes whole runs"
+        what = "there is no committed checkpoint to delete: check the location"
+        what += "" if recursive else "; to delete a whole run, give --recursive"
         raise CheckpointNotFoundError(what, uri=", ".join(missing))
 
 

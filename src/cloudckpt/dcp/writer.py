@@ -542,7 +542,7 @@ class CloudStorageWriter(OurWriter):
             except CloudCheckpointError as error:
                 logger.warning(
                     "%s: it is unknown whether this save is committed, because its commit object "
-                    "could not be read: %s",
+                    "could not be read (cloudckpt inspect reads it again): %s",
                     self.uri,
                     error,
                 )

@@ -229,7 +229,7 @@ def _send(
             if all(task.info is None for task in left.values()):
                 raise
             logger.warning(
-                "the store did not copy data itself, so it passes through this machine: %s", error
+                "the data pass through this machine, as the store did not copy them: %s", error
             )
             left = {key: replace(task, info=None) for key, task in left.items()}
         except CheckpointCorruptError as error:

@@ -500,6 +500,6 @@ class CheckpointManager(ClosedAtExit):
             raise ClosedError("the manager was closed: make a new one")
         if not self._belongs_here:
             raise ClosedError(
-                f"the manager belongs to process {self._pid}, and this process was forked from "
-                "that: make a new manager in this process"
+                f"the manager belongs to process {self._pid}, from which this one was forked: make "
+                "a new manager in this process"
             )

@@ -180,7 +180,8 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
         return str(source.uri(step)), step
     if (newest := source.newest()) is None:
         raise CheckpointNotFoundError(
-            "source= is neither a checkpoint nor a run with an intact one: check the location",
+            "source= is not a checkpoint, and not a run with an intact checkpoint: check the "
+            "location",
             uri=str(source.root),
         )
     return str(source.uri(newest)), newest
@@ -210,8 +211,8 @@ def load_from(
         selected = _selected(state, [keys] if isinstance(keys, str) else keys)
         if not selected:
             raise ConfigError(
-                f"keys={keys!r} match nothing in the state, which has the keys "
-                f"{', '.join(map(str, state))}"
+                f"keys={keys!r} match nothing in the state: give names or patterns of its entries; "
+                f"its top-level keys are {[*map(str, state)]}"
             )
         return selected
 

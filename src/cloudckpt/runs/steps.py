@@ -101,8 +101,8 @@ class StepNames:
         is_exact = all(self.step(self._with(step)) == step for step in (0, 7, HIGHEST_STEP))
         if not is_exact or "/" in made or "\\" in made:
             raise ConfigError(
-                f"step_name={pattern!r} does not give a folder name that has the step in plain "
-                f"digits: {example}"
+                f"step_name={pattern!r} must give the name of one folder, without slash or "
+                f"backslash, that has the step once and in plain digits: {example}"
             )
 
     def _with(self, step: int) -> str:

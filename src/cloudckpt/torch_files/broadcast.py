@@ -145,7 +145,11 @@ class BroadcastingTorchSaveReader(OurReader):
 
         Raises:
             CheckpointNotFoundError: If the file does not exist.
-            CheckpointCorruptError: If the file can't be read, or was not written by ``torch.save``.
+            CheckpointCorruptError: If the file is truncated, damaged, or was not written by
+                ``torch.save``.
+            CheckpointReplacedError: If the file was replaced or deleted meanwhile.
+            InvalidURIError: If the location can't be that of a file.
+            StoreError: If the store refuses or stays unreachable.
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
             CheckpointError: If the file has no dict, or two of its entries get the same name.
             MissingKeyError: If the file lacks a key of the state dict.
