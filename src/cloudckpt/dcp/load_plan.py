@@ -279,8 +279,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         why = _why_not(value, entry)
         if why and self._strict:
             text = (
-                f"{name} is {why}; with strict=False, or leave_misfits=True of a Checkpointer, it "
-                "keeps its value"
+                f"{name} is {why}; to leave its value unchanged, pass strict=False, or "
+                "leave_misfits=True to the load() of a Checkpointer"
             )
             raise ShapeMismatchError(text, uri=self._uri, item=name)
         dtype = getattr(value, "dtype", None)
