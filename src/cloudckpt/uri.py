@@ -201,7 +201,9 @@ class CheckpointURI:
         match = _AZURE_HOST.fullmatch(host)
         if match is None or (container and not re.fullmatch(_CONTAINER, container)):
             raise InvalidURIError(
-                f"{_shown(text)!r} is not a location in Azure Blob Storage; write "
+                f"{_shown(text)!r} is not a location in Azure Blob Storage: its host, or the name "
+                "of its account (3 to 24 lowercase letters and digits) or container (lowercase "
+                "letters, digits and hyphens), is not valid; write "
                 "abfss://container@account.dfs.core.windows.net/path or "
                 "https://account.blob.core.windows.net/container/path. For another endpoint "
                 "write az://container/path with Config(azure=AzureOptions(endpoint_url=...)); "

@@ -74,7 +74,7 @@ def connection(access: Access, http: HttpClient) -> Finding:
     values: Values = {"seconds": took, "skew_seconds": skew}
     side = "ahead of" if skew > 0 else "behind"
     state = f"{_duration(abs(skew))} {side} the server's" if abs(skew) > 1 else "right"
-    found, advice = f"{found}; this machine's clock is {state}", "set it by NTP or chrony"
+    found, advice = f"{found}; this machine's clock is {state}", "set the clock by NTP or chrony"
     if abs(skew) > _MOST_SKEW:
         return failed(f"{found}: requests will be rejected", advice, values=values)
     if abs(skew) > _USUAL_SKEW:

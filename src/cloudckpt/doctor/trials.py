@@ -79,7 +79,8 @@ class Trials:
         found = "the location can be listed" + ("" if first else "; it is empty")
         if self._region != before:
             found += f"; the bucket is in {self._region}, not in {before or 'the default region'}"
-            return warning(found, f"set AWS_REGION={self._region}", {"region": self._region})
+            advice = f"set AWS_REGION={self._region}, or correct S3Options(region=) if that is set"
+            return warning(found, advice, {"region": self._region})
         return ok(found)
 
     def write(self, retrier: Retrier) -> Finding:

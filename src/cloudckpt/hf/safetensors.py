@@ -156,7 +156,7 @@ def bytes_of_size(size: int | str) -> int:
         size = int(float(number) * (1024 if binary else 1000) ** power)
     found = whole_number(size)
     if found is None or found < 1:
-        raise ConfigError(f"max_shard_size={size!r}: give a whole number of bytes from 1")
+        raise ConfigError(f"max_shard_size={size!r}: give a whole number of bytes, at least 1")
     return found
 
 
@@ -193,7 +193,7 @@ def plan_files(
 def _number(given: object, name: str) -> int:
     if (number := whole_number(given)) is None or number < 1:
         raise ConfigError(
-            f"fqn_to_file has {given!r} for {name}: give the number of its file, from 1"
+            f"fqn_to_file has {given!r} for {name}: give the number of its file, at least 1"
         )
     return number
 
@@ -246,7 +246,8 @@ def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
     for tensor in tensors:
         if tensor.name in entries:
             raise UnsupportedTensorError(
-                f"two tensors are to be written under the name {tensor.name!r}: rename one of them",
+                f"a safetensors file can't have a tensor named {tensor.name!r}: the format "
+                "reserves this name, or another tensor in the file has it; rename the tensor",
                 item=tensor.name,
             )
         stop = position + tensor.nbytes
@@ -266,7 +267,8 @@ def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
     if length > MOST_HEADER_BYTES:
         raise UnsupportedTensorError(
             f"a safetensors file with {len(tensors)} tensors needs a header of {length} bytes, "
-            f"and the limit is {MOST_HEADER_BYTES}: divide the tensors among more files"
+            f"and the limit is {MOST_HEADER_BYTES}: divide the tensors among more files, by a "
+            "smaller max_shard_size or by fqn_to_file"
         )
     return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
 

@@ -93,7 +93,7 @@ def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
     """
     location, run = str(CheckpointURI.parse(uri)), run_uri()
     if not location.startswith(f"{run}/"):
-        raise ConfigError(f"Ray manages the checkpoints under {run}: save there", uri=location)
+        raise ConfigError(f"Ray manages only checkpoints beneath {run}: save there", uri=location)
     return _Reference(location, written)
 
 
@@ -112,7 +112,8 @@ def checkpoint_upload_fn(reported: Any, name: str) -> Any:
     """
     if not isinstance(reported, _Reference):
         raise ConfigError(
-            "pass the result of cloudckpt.integrations.ray.checkpoint(uri) to ray.train.report"
+            "checkpoint_upload_fn of cloudckpt can't upload this checkpoint: pass the result of "
+            "cloudckpt.integrations.ray.checkpoint(uri) to ray.train.report"
         )
     if reported.written is not None:
         reported.written.result()

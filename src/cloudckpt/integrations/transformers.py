@@ -121,7 +121,11 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """
         self._args = args
         if args.load_best_model_at_end and not self._keep_local:
-            raise ConfigError("keep_local=False deletes what load_best_model_at_end needs")
+            raise ConfigError(
+                "keep_local=False deletes the local checkpoints, but load_best_model_at_end=True "
+                "loads the best one from the local disk: leave keep_local on, or turn "
+                "load_best_model_at_end off"
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Saves the files of the checkpoint that the Trainer has just written, on all ranks.

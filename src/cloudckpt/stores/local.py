@@ -239,7 +239,7 @@ class LocalStore(ObjectStore):
             raise IsADirectoryError(key)
         if not stat.S_ISREG(found.st_mode):
             raise InvalidRequestError(
-                "this is a pipe, device or socket, not a file", uri=self.uri(key), certain=True
+                "this is a pipe, device or socket: name a file", uri=self.uri(key), certain=True
             )
         return _info(key, found)
 
@@ -340,7 +340,8 @@ class LocalStore(ObjectStore):
                 with locked(Path(key).parent):
                     if if_version and self._version(key) != if_version:
                         raise PreconditionFailedError(
-                            "the file was replaced after its version was read",
+                            "the file was replaced or deleted after its version was read; read it "
+                            "again before you write",
                             uri=self.uri(key),
                             certain=True,
                         )
@@ -445,7 +446,8 @@ class LocalStore(ObjectStore):
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise StorageFullError(
-                    "the disk or a quota is full; free space or choose another location",
+                    "the disk or a quota is full, or the file is larger than the file system or a "
+                    "limit (ulimit -f) allows; free space, or choose another location",
                     uri=self.uri(key),
                     cause=exc,
                     certain=True,

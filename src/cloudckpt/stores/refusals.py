@@ -58,8 +58,8 @@ _TEXTS: Mapping[type[StoreError], str] = {
     errors.InvalidRequestError: "the store rejected the request; see the code in the cause",
     errors.ObjectNotFoundError: "the object does not exist",
     errors.PreconditionFailedError: (
-        "the condition of the request does not hold: the object was written, replaced or deleted "
-        "meanwhile"
+        "the condition of the request does not hold: the object exists already, or was replaced or "
+        "deleted after its version was read; read it again before you write"
     ),
     errors.RangeNotSatisfiableError: "the object ends before the requested range",
     errors.ServerError: "the store reports a temporary failure; try again later",
@@ -68,7 +68,7 @@ _TEXTS: Mapping[type[StoreError], str] = {
     ),
     errors.ThrottledError: "the store is overloaded or unavailable; try again later",
     errors.TLSError: "the store demands a newer version of TLS; update this machine's OpenSSL",
-    errors.WrongRegionError: "the bucket is in another region; set AWS_REGION to that region",
+    errors.WrongRegionError: "the bucket is in another region; set AWS_REGION or S3Options.region",
 }
 _BY_STATUS: Mapping[int, type[StoreError]] = {
     200: errors.ServerError,  # an error in the body of a 200

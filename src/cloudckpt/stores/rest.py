@@ -373,7 +373,8 @@ class RestStore(ObjectStore):
             if if_version is None:
                 raise
             raise PreconditionFailedError(
-                "the object that was to be replaced no longer exists",
+                "the object to be replaced was deleted after its version was read; to create it "
+                "again, write without if_version=",
                 uri=self.uri(key),
                 cause=error,
                 certain=error.certain,

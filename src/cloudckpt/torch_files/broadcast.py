@@ -276,7 +276,7 @@ class BroadcastingTorchSaveReader(OurReader):
             if tuple(entry.size) != stored:
                 raise ShapeMismatchError(
                     f"{fqn} has shape {stored} in the file, but {tuple(entry.size)} in the state "
-                    "dict",
+                    "dict: load it into a tensor of the file's shape",
                     uri=self.checkpoint_id,
                     item=fqn,
                 )

@@ -172,8 +172,9 @@ def load_torch_file(
             raise untrusted("the file", exc, str(uri)) from None
         if str(map_location) != "cpu":
             raise CheckpointError(
-                "torch.load can't read the file: it is damaged, or this machine lacks the device "
-                'that map_location or the file names; map_location="cpu" works everywhere',
+                "torch.load can't read the file: it is damaged or was not written by torch.save, "
+                "or this machine lacks the device that map_location or the file names; "
+                'map_location="cpu" needs no device',
                 uri=str(uri),
                 cause=exc,
             ) from exc

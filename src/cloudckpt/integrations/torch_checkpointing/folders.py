@@ -271,7 +271,7 @@ class FileFolders(VisibleFiles):
         except CheckpointConflictError as error:
             raise CheckpointExistsError(
                 "another writer committed this folder during this save; that commit was kept, and "
-                "this save was not committed",
+                "this save was not committed: save to another location",
                 uri=store.uri(target),
                 cause=error,
             ) from error
@@ -339,7 +339,8 @@ class FileFolders(VisibleFiles):
             self._retrier.call(lambda: self._store.delete(key, if_version=version))
         except PreconditionFailedError as error:
             raise FileExistsError(
-                f"{self._store.uri(key)} was written again meanwhile, so it was not deleted"
+                f"{self._store.uri(key)} was written again meanwhile, so it was not deleted: "
+                "check what is there now, and delete the folder again if it is unneeded"
             ) from error
 
     # ---- shared

@@ -22,7 +22,7 @@ _MEANINGS = (
         "InvalidBlockList",
         errors.ObjectNotFoundError,
         "the blocks of this upload are gone: it was completed or aborted, another write of the "
-        "same blob discarded them, or a week has passed",
+        "same blob discarded them, or a week has passed; save again",
     ),
     Meaning("(Blob|Resource|Path)AlreadyExists", errors.PreconditionFailedError),
     Meaning(

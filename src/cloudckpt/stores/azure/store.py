@@ -248,7 +248,7 @@ class AzureStore(RestStore):
         """Raises an error for an aborted upload, so that a late part does not revive it."""
         if upload.id in self._aborted:
             raise ObjectNotFoundError(
-                "the upload was aborted, so it can't be continued", uri=self.uri(upload.key)
+                "the upload was aborted; save again", uri=self.uri(upload.key)
             )
 
     # head, list and delete
@@ -257,7 +257,7 @@ class AzureStore(RestStore):
         # unlike S3, Azure names the reason of a failure in a header, also for HEAD
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
-                raise ObjectNotFoundError("this is a directory, not a blob", uri=self.uri(key))
+                raise ObjectNotFoundError("this is a directory: name a blob", uri=self.uri(key))
             return self._described(reply, key, whole_number(reply.headers.get("Content-Length")))
 
     def _page(

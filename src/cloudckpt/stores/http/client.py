@@ -339,9 +339,9 @@ class HttpClient:
         for name, value in headers.items():
             if _UNFIT.search(str(value)):  # http.client would quote the value in its error
                 raise InvalidRequestError(
-                    f"the header {name} can't be sent: it contains a line break or another "
-                    "character that is not allowed in headers; copy the credentials again, or "
-                    "correct the option that it comes from",
+                    f"the value of the header {name} contains a line break or another character "
+                    "that headers can't contain, so the request was not sent; copy the credentials "
+                    "again, or correct the option that gives this value",
                     certain=True,
                 )
         headers = {"User-Agent": _USER_AGENT, **headers}

@@ -34,8 +34,9 @@ _LASTING = (
             r"(HANDSHAKE_FAILURE|INSUFFICIENT_SECURITY|PROTOCOL_VERSION|ACCESS_DENIED|UNKNOWN_CA"
             r"|\w*CERTIFICATE\w*)"
         ),
-        "{} refused the TLS handshake: it expects another TLS version or cipher, or a client "
-        "certificate that it accepts",
+        "the TLS handshake with {} failed: this machine and that server have no TLS version or "
+        "cipher in common, or the server demands a client certificate that it accepts; update "
+        "the older of the two, or check the client certificate",
     ),
 )
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)

@@ -181,9 +181,10 @@ class BucketAccess(Access):
             endpoint = _Endpoint(base.removesuffix("/") if is_path else base, signs_for)
             if endpoint == self._endpoint:
                 return False
+            given = "S3Options(region=)" if self._options.region else "AWS_REGION"
             logger.warning(
-                "%s is in %s, not %s: set AWS_REGION=%s to avoid redirected requests",
-                self._uri, region, used or "the default region", region,
+                "%s is in %s, not %s: set %s to %s to avoid redirected requests",
+                self._uri, region, used or "the default region", given, region,
             )  # fmt: skip
             self._endpoint = endpoint
             self.url, self.region = endpoint

@@ -89,7 +89,7 @@ def from_code(
         response = response._replace(alias="AuthorizationHeaderMalformed")
     error = refusal(_MEANINGS, response, status, headers, action, uri)
     if isinstance(error, errors.WrongRegionError) and region:
-        error.message += f" (AWS_REGION={region})"
+        error.message += f" (the region is {region})"
         error.region = region
     return error
 
