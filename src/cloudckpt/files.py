@@ -174,8 +174,8 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
     file = ObjectFile(store, key, config, TransferStats(store.uri(key)))
     if if_version is not None and file.info.version != if_version:
         raise PreconditionFailedError(
-            "the object does not have the version given as if_version: it was replaced since, so "
-            "load it without if_version=",
+            "the object no longer has the version given as if_version; to load the version that it "
+            "has now, leave if_version= out",
             uri=store.uri(key),
             certain=True,
         )

@@ -438,7 +438,7 @@ def _parts(state: Mapping[str, Any], uri: str) -> Parts:
     models = {key: value for key, value in state.items() if isinstance(value, Module)}
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
     if not models or (optimizers and len(models) > 1):
-        advice = "save each with its optimizers to its own URI" if models else "add the model to it"
+        advice = "use one URI for each, with its optimizers" if models else "add the model"
         raise ConfigError(f"the state has {len(models)} models, not one: {advice}", uri=uri)
     model = next(iter(models.values()))
     return Parts(models, {key: (model, optimizer) for key, optimizer in optimizers.items()})

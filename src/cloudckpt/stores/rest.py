@@ -336,10 +336,10 @@ class RestStore(ObjectStore):
             begun.add(marks)
             page, marks = retry(functools.partial(ask, marks))
             if marks is not None and (not any(marks) or marks in begun):
-                where = "an earlier page" if any(marks) else "no page"
+                named = "an earlier page as the next one" if any(marks) else "no next page"
                 raise ServerError(
-                    f"the listing would never end: the store names {where} as the next one, "
-                    "although more entries follow; check the endpoint and the store",
+                    f"the listing would never end: the store names {named}, although it says that "
+                    "more entries follow; check the endpoint and the store",
                     uri=self.uri(prefix),
                 )
             yield page

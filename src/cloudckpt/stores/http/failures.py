@@ -25,8 +25,8 @@ _TRUST = (
 _LASTING = (
     (
         re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE"),
-        "{} does not speak TLS; if it should not, begin the endpoint's URL (or the proxy's) with "
-        "http://",
+        "{} does not speak TLS: check the port; for a server without TLS, begin the URL of the "
+        "endpoint (or of the proxy) with http://",
     ),
     (
         re.compile(
