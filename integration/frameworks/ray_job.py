@@ -29,7 +29,7 @@ def make_state() -> dict[str, Any]:
 
 def train_step(state: dict[str, Any]) -> float:
     with pytest.raises(
-        cloudckpt.errors.ConfigError, match="Ray manages the checkpoints under s3://frameworks"
+        cloudckpt.errors.ConfigError, match="Ray manages only checkpoints beneath s3://frameworks"
     ):
         checkpoint("s3://elsewhere/step-1")
     state["weight"] += 1

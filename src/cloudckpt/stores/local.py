@@ -239,7 +239,7 @@ class LocalStore(ObjectStore):
             raise IsADirectoryError(key)
         if not stat.S_ISREG(found.st_mode):
             raise InvalidRequestError(
-                "this is a pipe, device or socket: name a file", uri=self.uri(key), certain=True
+                "this is a pipe, device or socket, not a file", uri=self.uri(key), certain=True
             )
         return _info(key, found)
 

@@ -59,7 +59,7 @@ _MEANINGS = (
     Meaning(
         "ConditionalRequestConflict|OperationAborted",
         errors.ServerError,
-        "the object was not written, because another write of it is in progress",
+        "the object was not written, because another write of it is in progress; try again",
         is_certain=True,
     ),
     Meaning("KMS.AccessDeniedException", errors.AccessDeniedError),

@@ -76,7 +76,7 @@ class S3Store(XmlStore):
         options, dialect = config.s3, self.access.dialect
         if dialect is AWS and options.storage_class in _ARCHIVES:
             raise ConfigError(
-                f"storage_class={options.storage_class!r}: objects in it can't be loaded before "
+                f"storage_class={options.storage_class!r}: its objects can't be loaded before "
                 "they are restored, which takes hours; write 'GLACIER_IR', and archive old "
                 "checkpoints by a lifecycle rule",
                 uri=root,
