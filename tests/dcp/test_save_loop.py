@@ -206,8 +206,8 @@ def _loads(place: Place) -> list[list[str]]:
 
 def test_the_plans_of_a_load_go_to_the_first_rank_only_if_its_planner_wants_them(ranks, local):
     for ours, torchs, own in ranks(2, _loads, local):
-        assert ours == torchs == ["broadcast_object_list", *MEETING, *MEETING]
-        assert own == ["broadcast_object_list", *PLAN, *MEETING, *MEETING]
+        assert ours == torchs == ["broadcast_object_list", *3 * MEETING]
+        assert own == ["broadcast_object_list", *PLAN, *3 * MEETING]
 
 
 def _outside_of_a_group(place: Place) -> int:
