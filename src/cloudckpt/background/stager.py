@@ -587,8 +587,8 @@ def _copied(value: Any, memo: dict[int, Any], path: _Path, copies: dict[Any, Any
             saved.seek(0)
             return torch.load(saved, weights_only=False)
         raise StagingError(
-            f"a value of type {type(value).__name__} can't be copied, and an asynchronous save "
-            "needs a copy; leave it out of the state dict, or use cloudckpt.save",
+            f"a value of type {type(value).__name__} can't be copied or pickled: save the values "
+            "that it can be made from, or leave it out of the state dict",
             item=_text(path),
             cause=exc,
         ) from exc

@@ -88,7 +88,8 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
     except Exception as exc:  # classes of the user may raise anything
         raise CheckpointCorruptError(
             "the metadata can't be read: it is damaged, is not the metadata of a checkpoint, or "
-            "was written by a newer torch",
+            "needs a newer torch or a class that can't be imported here; see the cause, restore "
+            "the object, or load an older checkpoint",
             uri=uri,
             cause=exc,
         ) from exc

@@ -105,8 +105,8 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
             raise NotInColumnsError(f"the plan lists {name} in two places, or as several values")
         if not all(map(_is_plain, items)) or any(_kind(item) != _kind(first) for item in items[1:]):
             raise NotInColumnsError(
-                f"the save planner made write items for {name} of several types, dtypes or shapes, "
-                "or an item of another class, or one whose index contradicts its data"
+                f"the save planner's write items for {name} differ in type, dtype or shape, or one "
+                "of them is not a plain torch WriteItem, or has an index that does not fit its data"
             )
         if data is None:
             entries[name] = BytesStorageMetadata()

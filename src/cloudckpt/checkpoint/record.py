@@ -146,9 +146,9 @@ class Record:
     committing: int = 0
 
     def seen_from(self, folder: str) -> Record:
-        """Returns the record for the checkpoint in ``folder``, whose own objects have no folder.
+        """Returns the record as the checkpoint in ``folder`` names its objects.
 
-        See :meth:`WrittenObject.seen_from`.
+        The objects in that folder itself get an empty ``folder``.
         """
         objects = tuple(one.seen_from(folder) for one in self.objects)
         return dataclasses.replace(self, objects=objects)

@@ -61,8 +61,8 @@ class Structure:
             for path, key in part.keys.items():
                 if keys.setdefault(path, key) != key:
                     logger.warning(
-                        "%s: in %s, ranks have the different keys %r and %r: loading without a "
-                        "state dict gives the first of them",
+                        "%s: in %s, the keys %r and %r of different ranks have one name in the "
+                        "checkpoint; a load without a state dict returns the first: use equal keys",
                         uri, shown(path[:-1]), keys[path], key,
                     )  # fmt: skip
         return cls(keys, tuple(dict.fromkeys(path for part in parts for path in part.empty)))

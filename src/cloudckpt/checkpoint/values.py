@@ -133,9 +133,9 @@ def load_item(
         if map_location != "cpu":
             load_item(data, item, uri)  # raises, too, if the item itself can't be read
             raise CheckpointError(
-                f"{item} contains tensors that can't be put onto their device, which this machine "
-                "lacks or which is out of memory: load it without a state dict and with "
-                'default_map_location="cpu"',
+                f"{item} contains tensors that can't be put onto their device: this machine lacks "
+                "it, or its memory is full. Load the whole checkpoint by "
+                'make_sync_checkpointer().load(uri, default_map_location="cpu")',
                 uri=uri,
                 item=item,
                 cause=exc,

@@ -169,9 +169,9 @@ def _steps(members: dist.ProcessGroup | None, uri: CheckpointURI) -> _Steps:
 def newest_beside(
     store: ObjectStore, uri: CheckpointURI, config: Config, notes: Notes | None = None
 ) -> CheckpointURI | None:
-    """Returns the newest committed step in the folder of ``uri``, by the numbers in the names.
+    """Returns the newest committed step in the parent folder of ``uri``, by the steps' numbers.
 
-    Returns None if the folder has no such step.
+    It is the base of an incremental save. Returns None if there is no such step.
 
     A folder counts as a step if its name differs from the name of ``uri`` in the numbers only; if
     that has no number, any folder with a number in its name counts. A folder such as ``best`` does

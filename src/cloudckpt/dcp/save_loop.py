@@ -320,7 +320,8 @@ class SaveLoop:
                 if isinstance(value, torch.Tensor):
                     check_supported(value, name)
             raise UnsupportedValueError(
-                f"the state dict can't be saved, as a checkpoint can't describe it: {exc}",
+                f"the save plan of the state dict can't be stored: {exc}. Change or leave out that "
+                "entry; if a custom planner made the plan, correct the planner",
                 uri=self._uri,
             ) from exc
 

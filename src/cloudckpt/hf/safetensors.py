@@ -309,7 +309,7 @@ def parse_header(
         CheckpointCorruptError: If the header violates the format: a tensor is outside of the file,
             overlaps another, follows a gap, or has a size that does not fit its shape; or a name
             occurs twice.
-        UnsupportedTensorError: If this torch has no such element type.
+        UnsupportedTensorError: If a tensor has an element type that cloudckpt does not know.
     """
     try:
         document = _document(bytes(text))

@@ -83,17 +83,18 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         config: Config | None = None,
         **kwargs: Any,
     ) -> None:
-        """
+        """Makes the callback; three defaults differ from Lightning's, so that names are simple.
+
         Args:
             dirpath: The folder of the run, for example ``s3://bucket/run``.
-            filename: The pattern of checkpoint names, as in Lightning.
-            auto_insert_metric_name: As in Lightning.
-            enable_version_counter: As in Lightning.
+            filename: The pattern of checkpoint names, as in Lightning, where it has the epoch, too.
+            auto_insert_metric_name: As in Lightning, where the default is True.
+            enable_version_counter: As in Lightning, where the default is True.
             config: Options for listing checkpoints.
             **kwargs: Other arguments of Lightning's ``ModelCheckpoint``.
 
         Raises:
-            InvalidURIError: If ``dirpath`` is not a valid location.
+            InvalidURIError: If ``dirpath`` is a URI, but not a valid location.
         """
         self._root = uri_of(dirpath)
         self._config = config

@@ -284,7 +284,13 @@ class TrainerOnStores(_StrategyOnStores):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads the model in place, and in ``fit`` also the optimizers, on any number of ranks.
+        """Loads the model in place from a URI; a path is passed on to Lightning.
+
+        In ``fit``, the optimizers, the random state and the dataloaders' positions are loaded, too.
+
+        Args:
+            checkpoint_path: The URI, or a local path.
+            weights_only: If False, pickles in the checkpoint may run any code.
 
         Returns:
             The other values of the Trainer's checkpoint: loops, callbacks, hyperparameters.

@@ -344,7 +344,7 @@ class Run:
         )
 
     def log_unread(self, unread: Mapping[int, CloudCheckpointError]) -> None:
-        """Logs one error that names the steps whose notes can't be read, if there are any."""
+        """Logs one error for all steps whose notes can't be read; it names the first of them."""
         if unread:
             logger.error(
                 "%s: the notes of %s can't be read, so the step is neither "

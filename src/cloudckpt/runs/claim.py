@@ -344,9 +344,9 @@ class OwnLine(CommitHook):
         steps = reversed(self.run.steps())
         if (newest := next(filter(self.run.is_committed, steps), None)) is not None:
             logger.warning(
-                "%s has steps up to %d, and restore() was not called: this job begins a new "
-                "training, which the next job will restore. Existing steps are not replaced "
-                "without force=True",
+                "%s has steps up to %d, and restore() was not called, or only with a source: this "
+                "job begins a new training, which the next job will restore. To continue these "
+                "steps instead, call restore() first. None is replaced without force=True",
                 self.run.root,
                 newest,
             )

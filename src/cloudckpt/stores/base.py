@@ -71,14 +71,13 @@ class ObjectInfo:
         version: An opaque identifier that changes when the object is replaced (ETag, generation).
         checksum: The checksum of the bytes, by ``capabilities.checksum``, if the store reported it.
         modified: The time of the last write, in seconds since 1970 by the store's clock; set by
-            listings, ``head`` and ``get_range``.
+            listings, ``head`` and ``get_range``. Some stores report whole seconds only.
         attempt: The name of the write that made the object, see :meth:`ObjectStore.put`; set by
             ``head``. Empty if the object has none, or the store keeps none.
         arrived: The time when a local file appeared under its name, in seconds since 1970, which
             may be later than ``modified``: a copied file may keep the time of the original.
-        answered: The time of the response that this comes from, in seconds since 1970 by the
-            store's clock; set by ``head`` and ``get_range``. Like ``modified``, it has a resolution
-            of a second.
+        answered: The time of the response that this comes from, in whole seconds since 1970 by the
+            store's clock; set by ``head`` and ``get_range`` of object stores, None for local files.
     """
 
     key: str

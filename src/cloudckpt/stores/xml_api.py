@@ -148,7 +148,8 @@ class XmlStore(RestStore):
         with self.exchange("POST", url, headers, key=key) as reply:
             upload_id = text(unqualified(reply.read_all()), "UploadId")
         if not upload_id:
-            raise ServerError("the response has no upload ID; check the proxy", uri=self.uri(key))
+            why = "the multipart upload has no ID in the response; check the endpoint and the proxy"
+            raise ServerError(why, uri=self.uri(key))
         return Upload(key, upload_id, part_size, attempt=attempt)
 
     def put_part(

@@ -76,10 +76,11 @@ class MemoryPool:
         self._closed = False
 
     def allocate(self, nbytes: int, *, pinned: bool) -> tuple[Any, memoryview]:
-        """Returns new memory: the object that keeps it, and its bytes; `pinned`: page-locked.
+        """Allocates a block; returns the object that owns its memory, and a view of it.
 
-        The memory is a separate mapping, which returns to the system once unused: malloc
-        would keep memory freed by one thread from other threads and from the system.
+        `pinned` is ignored here: a derived class may page-lock the memory. It is a mapping of its
+        own, which returns to the system once unused: malloc would keep memory freed by one thread
+        from other threads and from the system.
         """
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return mapped, memoryview(mapped)

@@ -182,7 +182,8 @@ class CloudStorage(Storage):  # type: ignore[misc]
         there, target = self._at(dst_path)
         if there is not folders:
             raise InvalidURIError(
-                f"{_uri(src_path)} can't be renamed to {_uri(dst_path)}, which is in another bucket"
+                f"{_uri(src_path)} can't be renamed to {_uri(dst_path)}, which is in another "
+                "bucket or account: put the temporary folder and its target into one bucket"
             )
         folders.rename_folder(key, target)
 
