@@ -75,13 +75,13 @@ class Others:
             items = [self._item(value.items[number], rank) for number in self._tensors]
             return replace(value, items=items)
         if isinstance(value, tuple):
-            digest, written, *others = value
+            written, compared = value
             objects = tuple(replace(one, rank=rank) for one in written.objects)
             if not written.unmoved:
                 self._extents = written.extents.at(torch.tensor(self._tensors))
-                return digest, replace(written, objects=objects, extents=self._extents), *others
+                return replace(written, objects=objects, extents=self._extents), compared
             unmoved = replace(written, objects=objects, extents=self._extents, unmoved="")
-            return digest, unmoved.without(self._extents), *others
+            return unmoved.without(self._extents), compared
         return [
             replace(
                 result,
