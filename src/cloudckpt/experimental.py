@@ -188,8 +188,8 @@ class CloudCheckpointReader(CheckpointReader):
                 span.nbytes = self.transferred.nbytes
         if missing:
             logger.warning(
-                "%s: the file lacks %d keys of the state dict, such as %s; their values stay as "
-                "they were",
+                "%s: keys of the state dict are not in the file, so their values stay as they were "
+                "(%d, such as %s)",
                 uri,
                 len(missing),
                 missing[:10],
@@ -235,7 +235,12 @@ def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor, path: str, uri: str) -> None:
-    """Copies a tensor of the file into one of the state dict of equal shape, dtype and layout."""
+    """Copies a tensor of the file into a tensor of the state dict.
+
+    Raises:
+        ShapeMismatchError: If shape or dtype differ.
+        UnsupportedTensorError: If the layout differs, or the target can't be filled in place.
+    """
     for attribute in ("shape", "dtype", "layout"):
         ours, theirs = getattr(target, attribute), getattr(source, attribute)
         if ours != theirs:

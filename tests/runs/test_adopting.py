@@ -138,7 +138,7 @@ def test_who_is_silent_is_not_waited_for(tmp_path, dead, monkeypatch) -> None:
     left(step)[1].unlink()
     monkeypatch.setattr(adopting, "_SILENT_LISTINGS", 2)
     with pytest.raises(
-        IncompleteSaveError, match="of 2 ranks, 1 have finished, 0 are uploading, and 1 have"
+        IncompleteSaveError, match="of 2 ranks, finished: 1, with unfinished uploads: 0, without a"
     ):
         adopt(step, wait=1000.0)
 
@@ -198,7 +198,7 @@ def test_two_saves_are_never_mixed(tmp_path, dead) -> None:
     left(step)[1].unlink()
     for path in other.glob("__1*"):
         path.rename(step / path.name)
-    with pytest.raises(IncompleteSaveError, match="of 2 ranks, 1 have finished"):
+    with pytest.raises(IncompleteSaveError, match="of 2 ranks, finished: 1"):
         adopt(step, wait=0.0)
 
 

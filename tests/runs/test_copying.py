@@ -336,7 +336,7 @@ def test_a_checkpoint_is_copied_beneath_a_run_and_no_run_to_a_checkpoint(tmp_pat
     with pytest.raises(ConfigError, match="the same"):
         copy(tmp_path / "a" / "step-2", tmp_path / "a")
     assert copy(tmp_path / "b", tmp_path / "c").checkpoints == 2
-    with pytest.raises(CheckpointExistsError, match="can't be a checkpoint and a run"):
+    with pytest.raises(CheckpointExistsError, match="so a run can't be copied to it"):
         copy(tmp_path / "a", tmp_path / "b" / "step-1")
     assert not cloudckpt.exists(tmp_path / "b" / "step-1" / "step-1")
 

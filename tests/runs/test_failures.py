@@ -66,7 +66,7 @@ def test_which_failures_end_the_training(run, how, asynchronous, caplog) -> None
     if how == "log":
         told = [one.getMessage() for one in caplog.records if "was not saved" in one.getMessage()]
         assert [text.split(" was")[0] for text in told] == [f"step {n}" for n in hook.steps]
-        assert "failure 2 in a row; training ends after 3" in told[1]
+        assert "failed saves in a row: 2; training ends at 3" in told[1]
         assert "come back later" in told[1]
 
 

@@ -99,7 +99,7 @@ def test_a_step_that_is_saved_anew_while_steps_are_pruned_stays(
         monkeypatch.setattr(Run, "history", then_saved)
         how(run)
         assert not cloudckpt.exists(f"{run}/step-1")
-        assert f"{run}/step-2 was saved anew" in caplog.text
+        assert f"saved anew meanwhile, so it was not deleted | at {run}/step-2" in caplog.text
     else:
         shown = prune(run, max_to_keep=1, dry_run=True)
         goes_back()

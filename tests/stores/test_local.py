@@ -494,4 +494,4 @@ def test_links_to_folders_are_left_out_of_every_listing_with_a_word(store, tmp_p
         "linked-file",
         "step-1",
     ]
-    assert str(tmp_path / "run" / "step-2") in caplog.text
+    assert caplog.text.count(f"{tmp_path / 'run'} contains symbolic links") == 1

@@ -18,11 +18,13 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    TextColumn,
+    Task,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
+_BEFORE_ESTIMATE = 5.0  # seconds of a transfer, before which an estimate would be far off
 _BETWEEN_LINES = 10.0  # seconds between two lines about progress
 
 
@@ -119,16 +121,17 @@ def progress_bar(what: str, *, shown: bool) -> Iterator[Callable[[int, int], Non
     elif not sys.stderr.isatty():
         yield _Lines(what).update
     else:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, _TimeLeft(), console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """The estimated time to the end of a transfer; empty in the first five seconds."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if (task.elapsed or 0.0) > _BEFORE_ESTIMATE else Text()
 
 
 class _Lines:

@@ -120,12 +120,7 @@ def save_state(
         saves.prune_run(Run(location.parent, config=config), retention)
 
 
-def load_state(
-    accelerator: Any,
-    uri: URILike,
-    *,
-    config: Config | None = None,
-) -> None:
+def load_state(accelerator: Any, uri: URILike, *, config: Config | None = None) -> None:
     """Loads all prepared and registered objects of an accelerator, on any number of ranks.
 
     All ranks must call it. Hooks of ``register_load_state_pre_hook`` are called with a local folder
@@ -237,7 +232,7 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
     if saved != len(objects):
         raise MissingKeyError(
             f"{saved} objects were registered when the checkpoint was saved, but {len(objects)} "
-            "are registered now: register the same objects",
+            "are registered now: register the same objects in the same order",
             uri=uri,
         )
     loaded = load_accelerator_state(
@@ -263,8 +258,8 @@ def _parts(accelerator: Any, uri: str, only: set[str] | None = None) -> Parts:
     """
     if accelerator.distributed_type.value in _OWN_FORMATS:
         raise ConfigError(
-            f"cloudckpt can't save or load the models of {accelerator.distributed_type}, which "
-            "writes files of its own: use a local folder",
+            f"cloudckpt can't save or load the models of {accelerator.distributed_type.value}: use "
+            "the accelerator's own save_state and load_state with a local folder",
             uri=uri,
         )
     models, optimizers = accelerator._models, accelerator._optimizers
@@ -296,8 +291,9 @@ def _write_files_of_rank(own: PerRank[Any], folder: str, uri: str, rank: int) ->
     """Writes the files that were saved for this rank into a folder; logs if there are none."""
     if not own.is_loaded:
         logger.warning(
-            "rank %d did not save this checkpoint: it keeps its random states, and gets the other "
-            "files of the first rank",
+            "%s was saved by fewer ranks, and has no files of rank %d: it keeps its random states, "
+            "and loads the first rank's other files",
+            uri,
             rank,
         )
         return

@@ -220,7 +220,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
-        """Reads a file, or its bytes from ``start`` to ``end``; negative ones from its end."""
+        """Reads a file, or its bytes from ``start`` to ``end``, both counted as in a slice."""
         if start is None and end is None:
             return load_file(self._uri(path), config=self._config)
         with self._open(path) as file:
@@ -250,7 +250,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return sorted(super().expand_path(path, *args, **kwargs), key=_is_commit)
 
     def put(self, *args: Any, **kwargs: Any) -> None:
-        """Uploads files and folders as fsspec does, commit objects when all else is stored."""
+        """Uploads files and folders as fsspec does, but commit objects last."""
         commits: list[Callable[[], None]] = []
         before = _postponed.set(commits)
         try:
@@ -356,7 +356,7 @@ def file_system(scheme: str, config: Config | None = None) -> _StoreFileSystem:
     """
     if scheme not in _OURS:
         raise InvalidURIError(
-            f"cloudckpt has no file system for {scheme}://, only for {', '.join(_OURS)}"
+            f"cloudckpt has no file system for {scheme}://: use one of {', '.join(_OURS)}"
         )
     return _OURS[scheme](config=config)
 

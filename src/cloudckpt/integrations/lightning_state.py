@@ -325,8 +325,9 @@ class TrainerOnStores(_StrategyOnStores):
                 _fit_loop(values)["combined_loader"] = saved["loaders"]
         elif OF_RANKS in loaded and "combined_loader" in _fit_loop(values):
             logger.warning(
-                "no position of the dataloaders was saved for this rank, so its dataloaders start "
-                "at the first rank's position"
+                "%s has no dataloader positions of this rank, so its dataloaders start at those of "
+                "the first rank",
+                uri,
             )
         if is_fitting:
             self._saves.resumed(uri)
@@ -343,7 +344,7 @@ class TrainerOnStores(_StrategyOnStores):
         return not self._is_ours and bool(super().lightning_restore_optimizer)  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Restores the model from a checkpoint at a path; does nothing for one at a URI.
+        """Restores the model from a local checkpoint; does nothing for a checkpoint at a URI.
 
         For a URI, :meth:`load_checkpoint` has already restored the model.
         """
@@ -451,7 +452,7 @@ def _parts(state: Mapping[str, Any], uri: str) -> Parts:
 
 
 def _is_of_tensors(value: object) -> bool:
-    """Returns whether a value has at least one tensor, and else only numbers, strings and None."""
+    """Returns whether a value has tensors, and besides them only numbers, strings and None."""
     kinds = {type(leaf) for leaf in torch.utils._pytree.tree_leaves(value)}
     simple = {int, float, bool, str, type(None), torch.nn.Parameter, torch.Tensor}
     return kinds <= simple and not kinds.isdisjoint({torch.Tensor, torch.nn.Parameter})

@@ -120,7 +120,8 @@ class Saves:
     def resumed(self, uri: str) -> None:
         """Makes later saves continue a checkpoint that the framework has loaded.
 
-        Does nothing if it is not a step of a run, or if the job may not read that run.
+        Does nothing if it is not a step of a run. If the job may not read that run, a warning is
+        logged.
 
         Raises:
             CloudCheckpointError: If the notes of the checkpoint can't be read.
@@ -142,7 +143,7 @@ class Saves:
             try:
                 self._continue_from(self._line_of(run), step, notes)
             except AccessDeniedError as error:  # a job that does not save has no need of its run
-                text = "%s: steps saved here will not count as a continuation of step %d: %s"
+                text = "%s can't be read, so steps saved there will not continue step %d: %s"
                 logger.warning(text, run.root, step, error)
 
     def _continue_from(self, line: OwnLine, step: int, notes: Notes) -> None:
@@ -250,7 +251,7 @@ class Saves:
                 with contextlib.suppress(CheckpointNotFoundError):
                     delete_at(location, self._options.config, self._check_of(location.parent))
             except CloudCheckpointError as error:
-                logger.error("%s, or some of its data, could not be deleted: %s", uri, error)
+                logger.error("%s was not deleted completely; delete it again: %s", uri, error)
 
         self.then(act)
 

@@ -185,7 +185,7 @@ def _optimizer_state_to_load(
 def _without_new_states(optimizer: Optimizer) -> Iterator[None]:
     """Keeps torch from creating states for a fresh optimizer during the block.
 
-    torch creates them only if no parameter has a gradient, so this sets the gradient of one.
+    torch creates them only if no parameter has a gradient, so one parameter gets one of zeros.
     """
     parameters = _parameters(optimizer)
     if optimizer.state or not parameters or any(one.grad is not None for one in parameters):
@@ -253,7 +253,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def entries_of_rank(state: Mapping[str, Any]) -> dict[str, PerRank[Any]]:
-    """Returns the entries that differ between ranks: dataloaders, and those marked ``per_rank``."""
+    """Returns the entries that differ between ranks: dataloaders and values marked ``per_rank``."""
     own = {key: one for key, one in state.items() if isinstance(one, (PerRank, DataLoader))}
     return {key: one if isinstance(one, PerRank) else per_rank(one) for key, one in own.items()}
 
@@ -327,7 +327,7 @@ def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
     path = os.path.normpath(os.path.join(folder, name))
     if not path.startswith(folder + os.sep):
         raise ConfigError(
-            f"{name!r} lies outside of {folder}: load it by cloudckpt.load", uri=uri, item=name
+            f"{name!r} would be written outside of {folder}: use cloudckpt.load", uri=uri, item=name
         )
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb"):  # also shortens a file that is there

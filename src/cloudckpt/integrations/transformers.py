@@ -302,7 +302,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             if not all(meeting.gathered(lambda: os.path.isdir(target), during=LOADING)):
                 self._fetch(meeting, best, copy)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-            logger.error("step %d, which has the best metric, can't be restored: %s", best, error)
+            text = "step %d has the best metric, but load_best_model_at_end can't load it: %s"
+            logger.error(text, best, error)
             return
 
         def put() -> None:

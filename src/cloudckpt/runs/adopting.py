@@ -63,6 +63,7 @@ __all__ = ["adopt", "adopt_pending"]
 logger = logging.getLogger("cloudckpt")
 
 _BETWEEN_LISTINGS = 0.5  # seconds between two listings of the records
+_NEXT = "Load an earlier checkpoint; cloudckpt sweep deletes this data when it is a day old"
 _SILENT_LISTINGS = 20  # listings in a row without a changed record: the processes count as dead
 
 
@@ -183,7 +184,7 @@ class _Adoption:
             time.sleep(_BETWEEN_LISTINGS)
 
     def _read_records(self) -> None:
-        """Lists the records in the step's folder, and reads those that are new or not final."""
+        """Lists the records in the step's folder; reads new ones, and those of unfinished ranks."""
         below = self._uri.key("")
         listed = {
             info.key: info.modified or 0.0
@@ -224,7 +225,7 @@ class _Adoption:
             "in the training script, wrap such values in cloudckpt.per_rank"
         )
         if self._config.replicas == "refuse":
-            raise self._incomplete(f"{what}. To commit this step, set Config(replicas='warn')")
+            raise self._incomplete(what, "To commit this step, set Config(replicas='warn')")
         if self._config.replicas == "warn":
             logger.warning("%s: %s", self._uri, what)
 
@@ -277,23 +278,23 @@ class _Adoption:
             except ObjectNotFoundError as exc:
                 raise self._incomplete(f"its object {stored.name} does not exist") from exc
             if info.size != stored.size or info.checksum not in (None, stored.checksum):
-                raise self._incomplete(f"its object {stored.name} is not the one that was written")
+                raise self._incomplete(f"its object {stored.name} was changed or replaced")
             if stored.folder:  # an object of another checkpoint may have any age
                 return
             if (written := ages.get(self._uri.key(stored.name))) is None or written <= young:
                 raise self._incomplete(
-                    "it was staged long ago, so a sweep may already delete its objects"
+                    "its data is more than half a day old, so a sweep may delete it soon"
                 )
 
         view.each(check, objects)
 
     def _commit(self, manifest: Manifest, pending: Pending, baseline: Baseline) -> None:
         """Writes ``.metadata`` if the records' job still holds the claim, and runs the hook."""
-        store, uri = self._run.store, str(self._uri)
+        store, uri, retrier = self._run.store, str(self._uri), self._run.retrier
         body = manifest.data(pending.notes)
         trial = self._uri.key(trial_name(manifest.attempt))
         setting = self._config.conditional_writes
-        conditional = conditions_work(store, setting, trial, self._run.retrier)
+        conditional = conditions_work(store, setting, trial, retrier)
         self._hook.before_commit(uri, manifest.metadata)
         baseline.check_age(uri)
 
@@ -302,14 +303,7 @@ class _Adoption:
                 raise self._of_another_job()
 
         try:
-            commit(
-                store,
-                baseline,
-                body,
-                conditional=conditional,
-                retrier=self._run.retrier,
-                check=check,
-            )
+            commit(store, baseline, body, conditional=conditional, retrier=retrier, check=check)
         except CheckpointConflictError:
             logger.info("%s: another job has just committed this checkpoint", uri)
             return
@@ -323,12 +317,11 @@ class _Adoption:
         run_after(self._hook, uri, manifest.metadata)
 
     def _of_another_job(self) -> IncompleteSaveError:
-        return self._incomplete(
-            "another job has claimed the run since, and only its steps can be committed now"
-        )
+        return self._incomplete("another job has claimed the run since this data was saved")
 
-    def _incomplete(self, why: str) -> IncompleteSaveError:
-        return IncompleteSaveError(f"this checkpoint can't be committed: {why}", uri=str(self._uri))
+    def _incomplete(self, why: str, advice: str = _NEXT) -> IncompleteSaveError:
+        text = f"this checkpoint can't be committed: {why}. {advice}"
+        return IncompleteSaveError(text, uri=str(self._uri))
 
 
 def _progress(saves: Iterable[Mapping[int, Pending]]) -> str:
@@ -340,6 +333,6 @@ def _progress(saves: Iterable[Mapping[int, Pending]]) -> str:
     best = max(saves, key=finished)
     ranks, done = next(iter(best.values())).ranks, finished(best)
     return (
-        f"of {ranks} ranks, {done} have finished, {len(best) - done} are uploading, and "
-        f"{ranks - len(best)} have reported nothing"
+        f"of {ranks} ranks, finished: {done}, with unfinished uploads: {len(best) - done}, "
+        f"without a report: {ranks - len(best)}"
     )

@@ -184,7 +184,7 @@ class Run:
         return View(self.root, self.config) if self._view is None else self._view
 
     def through(self, view: View) -> Run:
-        """Returns the same run, read through a view that the caller may cancel."""
+        """Returns the same run, but reads the store through ``view``, which may be cancelled."""
         return Run(self.root, step_name=self.names.pattern, config=self.config, view=view)
 
     def uri(self, step: int) -> CheckpointURI:
@@ -209,11 +209,11 @@ class Run:
             self.check_is_run()
         if warns and folders and not steps:
             logger.warning(
-                "%s: no folder name matches step_name=%r; the folders are %s%s",
+                "%s: no folder name matches step_name=%r. There are others, such as %s: if they "
+                "are checkpoints, give the pattern of their names as step_name",
                 self.root,
                 self.names.pattern,
-                ", ".join(repr(name) for name in folders[:3]),
-                " and others" if len(folders) > 3 else "",
+                ", ".join(map(repr, folders[:3])),
             )
         return steps
 
@@ -306,7 +306,7 @@ class Run:
             return None if isinstance(error, CheckpointNotFoundError) else error
 
     def newest(self, steps: Sequence[int] | None = None) -> int | None:
-        """Returns the newest committed step of the run's present training; None without one.
+        """Returns the newest committed step of the run's present training; None if it has none.
 
         The training's steps are those on the run's line (:mod:`cloudckpt.runs.line`). Steps whose
         notes are damaged are logged and skipped.
@@ -351,7 +351,7 @@ class Run:
                 "restored nor deleted%s: %s",
                 self.root,
                 self.names.name(min(unread)),
-                f" (nor are {len(unread) - 1} others)" if len(unread) > 1 else "",
+                f" (the same holds for {len(unread) - 1} more)" if len(unread) > 1 else "",
                 unread[min(unread)],
             )
 

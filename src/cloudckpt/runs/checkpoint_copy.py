@@ -54,8 +54,8 @@ class Copied:
         objects: The number of copied data objects.
         nbytes: The bytes of these objects.
         by_store: The bytes that the store copied itself; the rest passed through this machine.
-        already_there: The number of a run's checkpoints of which the target already had an
-            identical one; of :func:`detach`, 1 if there was nothing to copy.
+        already_there: The number of a run's checkpoints that were not copied, because the target
+            already had identical ones; of :func:`detach`, 1 if there was nothing to copy.
     """
 
     checkpoints: int = 0
@@ -72,7 +72,10 @@ class Copied:
 def copy_checkpoint(
     source: Run, target: Run, progress: Progress, *, skips_same: bool = False
 ) -> Copied:
-    """Copies one checkpoint; a copy to its own location replaces references by copied objects.
+    """Copies one checkpoint, or makes it independent of other checkpoints of its run.
+
+    If the source is also the target, the objects that the checkpoint refers to in other folders are
+    copied into its own folder.
 
     Args:
         source: The location of the checkpoint.
@@ -151,8 +154,8 @@ def _tasks(part: ReadContent, source: Run, target: Run, attempt: str) -> dict[st
             objects[name] = info.size, info.checksum
             if info.size < least:
                 raise CheckpointCorruptError(
-                    f"this object has {info.size} bytes, but the checkpoint needs {least} of it: "
-                    "the object was truncated; copy another checkpoint",
+                    f"this object was truncated: it has {info.size} bytes, but the checkpoint "
+                    f"needs at least {least}; copy another checkpoint",
                     uri=source.store.uri(info.key),
                 )
     return {
@@ -255,9 +258,7 @@ def _has_the_same(target: Run, ours: ReadContent) -> bool:
     except (CheckpointNotFoundError, CheckpointReplacedError):
         return False
     except CheckpointCorruptError as error:
-        logger.warning(
-            "the checkpoint at the target is damaged, so it does not count as copied: %s", error
-        )
+        logger.warning("the checkpoint at the target is damaged, so it is copied again: %s", error)
         return False
     root, objects = target.root, theirs.commit.objects
     folders = {one.folder for one in objects}  # its own folder, and those it refers to

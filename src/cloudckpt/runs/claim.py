@@ -332,8 +332,8 @@ class OwnLine(CommitHook):
                     raise
                 self.claimed_by = seen.job
             logger.warning(
-                "%s can't be replaced (is there a retention policy?), so another job that "
-                "saves into this run would not be noticed: %s",
+                "the run's claim object %s can't be overwritten, so another job that saves into "
+                "this run would go unnoticed; check permissions and retention policies: %s",
                 CLAIM,
                 error,
             )
@@ -344,9 +344,9 @@ class OwnLine(CommitHook):
         steps = reversed(self.run.steps())
         if (newest := next(filter(self.run.is_committed, steps), None)) is not None:
             logger.warning(
-                "%s has steps up to %d, and restore() was not called, or only with a source: this "
-                "job begins a new training, which the next job will restore. To continue these "
-                "steps instead, call restore() first. None is replaced without force=True",
+                "%s has steps up to %d, but this job did not call restore(), or only with source=. "
+                "It begins a new training, which the next job will restore. To continue the old "
+                "steps, call restore() first. Only force=True replaces steps",
                 self.run.root,
                 newest,
             )

@@ -125,8 +125,8 @@ def copy(
         error = merged_error(damaged)
         if len(copies) > 1:
             error.message += (
-                f" | {len(damaged)} damaged checkpoints of the run were not copied; "
-                f"{copied.checkpoints + copied.already_there} were, or are there already"
+                f" | damaged checkpoints that were not copied: {len(damaged)}; copied, or already "
+                f"at the target: {copied.checkpoints + copied.already_there}"
             )
         raise error
     if failed and not copied.checkpoints + copied.already_there:
@@ -156,11 +156,10 @@ def _carry_out(
             copied += retry_if_replaced(
                 partial(copy_checkpoint, source, target, done, skips_same=is_of_a_run)
             )
-        except CheckpointCorruptError as error:
+        except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             failed.append(error)
-        except CheckpointNotFoundError as error:
-            failed.append(error)
-            logger.warning("a checkpoint was deleted before it was copied: %s", error.uri)
+            if isinstance(error, CheckpointNotFoundError):
+                logger.warning("a checkpoint was deleted before it was copied: %s", error.uri)
     return copied, failed
 
 
@@ -264,8 +263,8 @@ def _copies(origin: Run, goal: Run, step_name: str | None) -> list[_Copy]:
         return [_Copy(origin.root, checkpoint_location(to))]
     if is_there:
         raise CheckpointExistsError(
-            "the target is a checkpoint, and a folder can't be a checkpoint and a run: choose "
-            "another target, or delete that checkpoint first",
+            "the target is a checkpoint, so a run can't be copied to it: choose another target, or "
+            "delete that checkpoint first",
             uri=str(goal.root),
         )
     pattern = step_name or DEFAULT_PATTERN
@@ -276,7 +275,7 @@ def _copies(origin: Run, goal: Run, step_name: str | None) -> list[_Copy]:
         for source in [CheckpointURI.parse(summary.uri)]
     ]
     if not copies:
-        what = "" if step_name is None else f" called {step_name!r}"
+        what = "" if step_name is None else f" named like {step_name!r}"
         raise CheckpointNotFoundError(
             f"there is no committed checkpoint to copy, neither here nor in a subfolder{what}: "
             "check the location",

@@ -218,7 +218,8 @@ class CheckpointManager(ClosedAtExit):
         """
         if self._retention.best_metric is None:
             raise ConfigError(
-                "best_step() needs a metric to compare: pass best_metric= to the manager"
+                "best_step() needs a metric to compare: pass best_metric= to the manager",
+                uri=str(self._run.root),
             )
         best = self._meeting.broadcast_from_first(lambda: best_step(self._run, self._retention))
         return None if best is None else best[0]
@@ -325,8 +326,8 @@ class CheckpointManager(ClosedAtExit):
         if not (self.should_save(step) or force):
             if self._restored is not None and step < self._restored:
                 logger.warning(
-                    "step %d is not saved, and neither are later ones up to step %d, which was "
-                    "restored: continue with the step after the one that restore() returns",
+                    "step %d is not saved: step %d was restored, and only later steps are saved. "
+                    "Begin the training loop at the step after the one that restore() returns",
                     step,
                     self._restored,
                 )
@@ -491,15 +492,17 @@ class CheckpointManager(ClosedAtExit):
         """Raises a ConfigError if the manager is ``read_only``."""
         if self._read_only:
             raise ConfigError(
-                "the manager was made with read_only=True: to save or delete, leave read_only out"
+                "the manager was made with read_only=True: to save or delete, leave read_only out",
+                uri=str(self._run.root),
             )
 
     def _check_open(self) -> None:
         """Raises a ClosedError if the manager was closed, or made in another process."""
         if self._closed:
-            raise ClosedError("the manager was closed: make a new one")
+            raise ClosedError("the manager was closed: make a new one", uri=str(self._run.root))
         if not self._belongs_here:
             raise ClosedError(
                 f"the manager belongs to process {self._pid}, from which this one was forked: make "
-                "a new manager in this process"
+                "a new manager in this process",
+                uri=str(self._run.root),
             )

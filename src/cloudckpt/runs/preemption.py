@@ -67,7 +67,7 @@ class Preemption:
         after_epoch: object = deadline
         is_time = isinstance(after_epoch, Real) and not math.isnan(after_epoch)
         for name, given, fits, instead in (
-            ("signals", signals, are_possible, "a list of signals that a process may handle"),
+            ("signals", signals, are_possible, "a list of signals that a process can handle"),
             ("is_due", is_due, is_due is None or callable(is_due), "a function"),
             ("deadline", deadline, deadline is None or is_time, "seconds since 1970"),
         ):
@@ -95,7 +95,7 @@ class Preemption:
             if not self._has_failed:  # it may fail at every step
                 logger.exception(
                     "the is_due function of Preemption raised an error; it is called again at "
-                    "each step"
+                    "each step, but its further errors are not logged"
                 )
             self._has_failed = True
             return False
@@ -118,8 +118,8 @@ class Preemption:
     def ignore(self) -> None:
         """Restores the previous handlers, if this was the last watcher of their signals.
 
-        A handler that was set after :meth:`watch` stays; if it calls the handler of this class,
-        that only calls the previous one.
+        A handler that was set after :meth:`watch` stays; if it calls the handler of this class, the
+        latter only calls the previous handler.
         """
         for number in self._signals:
             if number in _handled:

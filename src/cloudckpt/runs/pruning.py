@@ -167,7 +167,10 @@ def delete_steps(
     def check_notes(step: int) -> None:
         check()
         if run.notes(step) != notes[step]:
-            raise CheckpointReplacedError("the checkpoint was saved anew meanwhile")
+            raise CheckpointReplacedError(
+                "this step was saved anew meanwhile, so it was not deleted",
+                uri=str(run.uri(step)),
+            )
 
     def note(step: int) -> None:
         gone.append(step)
@@ -179,8 +182,8 @@ def delete_steps(
             with in_use.deleted(step) as is_free:
                 if is_free:
                     delete_at(uri, run.config, partial(check_notes, step), partial(note, step))
-        except CheckpointReplacedError:
-            logger.warning("%s was saved anew meanwhile, and was not deleted", uri)
+        except CheckpointReplacedError as error:
+            logger.warning("%s", error)
         except CheckpointNotFoundError:  # another process has deleted it
             note(step)
         except CloudCheckpointError as error:
@@ -243,7 +246,7 @@ def _unneeded(run: Run, history: History, retention: Retention) -> list[int]:
 class Pruner:
     """Deletes the steps that the rules do not keep, after each save, in a thread of rank 0.
 
-    It lists the run anew after each save, because others may delete steps meanwhile.
+    It lists the run anew after each save, because other processes may delete steps meanwhile.
 
     Attributes:
         in_use: The steps that are being saved or loaded, which are not deleted.
@@ -316,10 +319,10 @@ class Pruner:
             if not self._has_logged_conflict:
                 logger.error("%s: old checkpoints are no longer deleted: %s", self._run.root, error)
             self._has_logged_conflict = True
-        except CloudCheckpointError as error:
-            logger.error("%s: not all old checkpoints could be deleted: %s", self._run.root, error)
-        except Exception:
-            logger.exception("%s: not all old checkpoints could be deleted", self._run.root)
+        except Exception as error:
+            text = "%s: not all old checkpoints could be deleted; the next save tries again: %s"
+            is_ours = isinstance(error, CloudCheckpointError)
+            logger.error(text, self._run.root, error, exc_info=not is_ours)
 
     def _log_new(self, history: History, keep_abandoned: bool) -> None:
         """Logs, once for each step, that unreadable and abandoned steps are kept."""

@@ -113,7 +113,7 @@ def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
         if summary is not None and summary.is_pending:
             adopt_pending(run.uri(step), run.config, until=until, hook=hook)
     except (IncompleteSaveError, CheckpointCorruptError, AccessDeniedError) as error:
-        logger.warning("the unfinished step %d could not be committed: %s", step, error)
+        logger.warning("step %d was left unfinished, and is skipped: %s", step, error)
 
 
 def notes_to_restore(run: Run, step: int) -> Notes:
@@ -146,8 +146,8 @@ def _notes_of(run: Run, step: int) -> Notes:
         committed = ", ".join(map(str, history.line)) or "none"
         abandoned = ", ".join(map(str, history.abandoned))
         raise CheckpointNotFoundError(
-            f"step {step} has no committed checkpoint; the committed steps are {committed}"
-            + (f", and the abandoned ones {abandoned}" if abandoned else ""),
+            f"step {step} has no committed checkpoint: choose another. Committed steps: {committed}"
+            + (f"; abandoned steps: {abandoned}" if abandoned else ""),
             uri=str(run.uri(step)),
         ) from error
 
@@ -180,7 +180,7 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
         return str(source.uri(step)), step
     if (newest := source.newest()) is None:
         raise CheckpointNotFoundError(
-            "source= is not a checkpoint, and not a run with an intact checkpoint: check the "
+            "source= is neither a checkpoint nor a run with an intact checkpoint: check the "
             "location",
             uri=str(source.root),
         )

@@ -208,8 +208,8 @@ class Saves:
         assert save.step is not None
         age = "" if status.newest_age is None else f", {status.newest_age:.0f} s ago"
         logger.error(
-            "step %d was not saved (failure %d in a row; training ends after %d); newest "
-            "committed checkpoint: %s; training continues: %s",
+            "step %d was not saved, but training continues (failed saves in a row: %d; training "
+            "ends at %d; newest committed checkpoint: %s): %s",
             save.step,
             failures,
             self._max_failures,

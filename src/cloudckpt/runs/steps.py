@@ -160,8 +160,8 @@ class Retention:
             raise ConfigError(f"best_metric={metric!r}: give the name of a metric, such as 'loss'")
         if (metric is None) != (self.best_mode is None) or self.best_mode not in _MODES:
             raise ConfigError(
-                f"best_metric={metric!r}, best_mode={self.best_mode!r}: give both, the mode as "
-                "'min' if the lowest values of the metric are the best, or as 'max'"
+                f"best_metric={metric!r}, best_mode={self.best_mode!r}: give both, with "
+                "best_mode='min' if the lowest values of the metric are the best, else 'max'"
             )
         if self.best_to_keep is not None and metric is None:
             raise ConfigError("best_to_keep= also needs best_metric= and best_mode=")

@@ -310,7 +310,8 @@ def clock_of(run: Run) -> float:
     if not listed or listed[0].modified is None:
         raise StoreError(
             "the store does not report when objects were written, so data of a killed save can't "
-            "be distinguished from that of a save in progress; nothing was deleted or committed",
+            "be distinguished from that of a save in progress; nothing was deleted or committed. "
+            "Delete leftovers with the store's own tools while no job saves here",
             uri=str(run.root),
         )
     return listed[0].modified

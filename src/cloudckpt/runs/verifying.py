@@ -200,7 +200,8 @@ def _damages(
             )
             item = unit.whole.item
             damages = [Damage(where, item, what, 0, unit.whole.nbytes)]
-            errors.append(CheckpointCorruptError(what, uri=where, item=item, damages=damages))
+            text = f"{what}: cloudckpt can still load the checkpoint, so load it and save it again"
+            errors.append(CheckpointCorruptError(text, uri=where, item=item, damages=damages))
     return errors
 
 
@@ -279,7 +280,7 @@ def merged_error(errors: Sequence[CheckpointCorruptError]) -> CheckpointCorruptE
     first = errors[0]
     damages = tuple(dict.fromkeys(damage for error in errors for damage in error.damages))
     more = len(damages) - len(first.damages)
-    others = f" | {more} more damaged ranges" if more else ""
+    others = f" | other damaged ranges: {more}" if more else ""
     return CheckpointCorruptError(
         first.message + others,
         uri=first.uri,

@@ -79,7 +79,11 @@ class Watch:
     """
 
     def __init__(self, run: Run, interval: float, start: int | Literal["latest"]) -> None:
-        """Takes ``interval`` and ``start`` of :func:`watch`, and raises its ConfigError."""
+        """Takes ``interval`` and ``start`` as :func:`watch` does.
+
+        Raises:
+            ConfigError: If one of them is invalid.
+        """
         check_seconds("interval", interval)
         first = start if start == "latest" else check_step(start, "start")
         self.run, self._interval, self._start = run, interval, first

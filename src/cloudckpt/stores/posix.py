@@ -83,19 +83,19 @@ def names_in(folder: str) -> list[str]:
             if entry.is_dir(follow_symlinks=False):
                 names.append(f"{entry.name}/")
             elif entry.is_symlink() and os.path.isdir(entry.path):
-                _warn_left_out(entry.path)
+                _warn_left_out(os.path.dirname(entry.path))
             elif not entry.is_symlink() or os.path.exists(entry.path):
                 names.append(entry.name)
     return names
 
 
 @functools.cache
-def _warn_left_out(path: str) -> None:
-    """Logs, once per process, that listings leave out this symbolic link to a folder."""
+def _warn_left_out(folder: str) -> None:
+    """Logs, once per process, that listings leave out symbolic links to folders in this folder."""
     logger.warning(
-        "%s is a symbolic link to a folder, which listings leave out. Its checkpoints can be "
-        "loaded by their own URI; to have them listed, mount or move the folder here",
-        path,
+        "%s contains symbolic links to folders, which listings leave out. Load checkpoints in them "
+        "by their own URIs; to have them listed, mount or move their folders here",
+        folder,
     )
 
 

@@ -177,8 +177,8 @@ class BroadcastingTorchSaveReader(OurReader):
         script = _Script({}, {}, world)
         if missing := [fqn for fqn in types if fqn not in self._content]:
             raise MissingKeyError(
-                f"the file lacks {len(missing)} keys of the state dict, the first: {missing[:5]}. "
-                f"It has {list(self._content)[:5]}…; remove the missing keys from the state dict",
+                f"keys of the state dict are not in the file ({len(missing)}, such as "
+                f"{missing[:5]}): remove them. The file has {list(self._content)[:5]}…",
                 uri=self.checkpoint_id,
                 item=missing[0],
             )
@@ -248,7 +248,7 @@ class BroadcastingTorchSaveReader(OurReader):
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
     ) -> torch.Tensor:
-        """Returns a row-major tensor: the file's on the reading rank, on others a new one."""
+        """Returns a row-major tensor: the file's, or on the other ranks one to receive it."""
         stored: torch.Tensor | None = self._content.get(fqn)
         if stored is not None:
             plain = stored.detach().resolve_conj().resolve_neg()
@@ -330,7 +330,7 @@ def _why_not_sent(stored: Any, wants_tensor: bool) -> str:
     """Returns why an entry of the file can't be loaded as planned; empty if it can be."""
     if isinstance(stored, torch.Tensor) != wants_tensor:
         wanted = "a tensor" if wants_tensor else "another kind of value"
-        return f"is a {type(stored).__name__}, but the state dict has {wanted} for it"
+        return f"is a {type(stored).__name__}, but the state dict has {wanted}: load into its type"
     if wants_tensor and (
         type(stored) not in PLAIN or stored.is_quantized or stored.layout != torch.strided
     ):
@@ -348,18 +348,21 @@ def _why_not_sent(stored: Any, wants_tensor: bool) -> str:
 
 
 def _by_name(state: Any, uri: str) -> dict[str, Any]:
-    """Returns the entries of a nested state by their flattened names, and by their own keys."""
+    """Returns the entries of a nested state by name: the keys down to an entry, joined by dots.
+
+    The entries of the outermost dict, among them whole dicts, are also returned by their own keys.
+    """
     if not isinstance(state, dict):
         raise CheckpointError(
             f"the file contains a {type(state).__name__}, but only a dict can be loaded by key: "
-            "use torch.load",
+            "read it with cloudckpt.files.load_file and torch.load",
             uri=uri,
         )
     try:
         flattened, _ = flatten_state_dict(state)
     except ValueError as exc:
         raise CheckpointError(
-            "two entries of the file get one name when dicts are flattened: rename one of them",
+            "two entries of the file have nested keys that join to the same name: rename one",
             uri=uri,
             cause=exc,
         ) from exc

@@ -174,13 +174,13 @@ def load_torch_file(
             raise CheckpointError(
                 "torch.load can't read the file: it is damaged or was not written by torch.save, "
                 "or this machine lacks the device that map_location or the file names; "
-                'map_location="cpu" needs no device',
+                'pass map_location="cpu" to load without the device',
                 uri=str(uri),
                 cause=exc,
             ) from exc
         raise CheckpointCorruptError(
             "torch.load can't read the file: it is truncated or damaged, or was not written by "
-            "torch.save",
+            "torch.save; load another copy of it",
             uri=str(uri),
             cause=exc,
         ) from exc

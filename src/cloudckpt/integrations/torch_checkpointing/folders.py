@@ -298,9 +298,8 @@ class FileFolders(VisibleFiles):
                 )
             if (file.key, file.size) not in there:
                 raise CheckpointCorruptError(
-                    f"{name} was written, but the store does not have it with its {file.size} "
-                    "bytes; nothing was committed. Compare the settings of the store on all "
-                    "ranks",
+                    f"the object of {name} ({file.size} bytes) was written, but is not in the "
+                    "store; nothing was committed. Compare the store's options on all ranks",
                     uri=uri,
                 )
 
@@ -364,7 +363,7 @@ class FileFolders(VisibleFiles):
 
 
 class RecordedFile(WrittenFile):
-    """A pending file: its record is written when the store has all of its bytes."""
+    """A file in a temporary folder, whose record is written when the store has all its bytes."""
 
     def __init__(
         self, store: ObjectStore, key: str, config: Config, *, record: str, **options: Any

@@ -168,7 +168,7 @@ def _opened(data: bytes | bytearray, expected: str, uri: str) -> dict[str, Any]:
     if version != 1:
         raise CheckpointCorruptError(
             f"the manifest or record has version {version!r}, which this cloudckpt can't read: "
-            "install a newer one",
+            "install a newer version of cloudckpt",
             uri=uri,
         )
     return dict(content)
