@@ -198,7 +198,7 @@ class CloudCheckpointReader(CheckpointReader):
 
 
 def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -> Any:
-    """Returns ``target`` filled with the file's values; for None, the file's value itself.
+    """Returns ``target`` filled with the file's values; if it is None, the file's value itself.
 
     Args:
         target: A value of the state dict.

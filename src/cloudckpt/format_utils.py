@@ -158,7 +158,7 @@ def dcp_to_dcp(
     config: Config | None = None,
     trust_pickle: bool = False,
 ) -> Metadata:
-    """Saves a DCP checkpoint again, as cloudckpt saves it from one rank.
+    """Saves the content of a DCP checkpoint again, as a new checkpoint that one rank writes.
 
     This adds checksums to a checkpoint of torch's own writers, and packs a checkpoint of many ranks
     into few objects. Notes are kept. The new checkpoint is committed when it is complete. This
@@ -210,7 +210,7 @@ def _both_ends(source: URILike, target: URILike) -> tuple[CheckpointURI, Checkpo
 
 
 def _check_target(to: CheckpointURI, config: Config) -> None:
-    """Raises CheckpointExistsError before the source is read; the commit checks again."""
+    """Checks, before the source is read, that the target is free if ``overwrite`` is off."""
     if not config.overwrite and exists(to, config=config):
         raise CheckpointExistsError(
             "a checkpoint already exists here and overwrite is off: delete it, or write to "

@@ -281,7 +281,7 @@ def _parts(accelerator: Any, uri: str, only: set[str] | None = None) -> Parts:
 
 
 def _own_folder(meeting: Meeting, stack: contextlib.ExitStack) -> str:
-    """Makes a temporary folder for this rank, deleted with the stack; a collective call."""
+    """Makes a temporary folder for this rank, deleted when ``stack`` ends; a collective call."""
     return meeting.begin(
         lambda: stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-"))
     )

@@ -185,7 +185,7 @@ def _optimizer_state_to_load(
 def _without_new_states(optimizer: Optimizer) -> Iterator[None]:
     """Keeps torch from creating states for a fresh optimizer during the block.
 
-    torch creates them only if no parameter has a gradient, so one parameter gets one of zeros.
+    torch creates them only if no parameter has a gradient, so one parameter gets a zero gradient.
     """
     parameters = _parameters(optimizer)
     if optimizer.state or not parameters or any(one.grad is not None for one in parameters):

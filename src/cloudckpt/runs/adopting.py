@@ -213,7 +213,9 @@ class _Adoption:
         self._records = {key: known[key] for key in newest_first}
 
     def _compare(self, by_rank: Mapping[int, Pending]) -> None:
-        """Checks that the ranks saved equal values under equal names, as ``Config.replicas`` says.
+        """Checks that the ranks saved equal values under the same name.
+
+        If not, ``Config.replicas`` decides whether this raises, logs a warning, or does nothing.
 
         Raises:
             IncompleteSaveError: If values differ, and ``replicas`` is ``"refuse"``.

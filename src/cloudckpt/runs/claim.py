@@ -260,7 +260,7 @@ class OwnLine(CommitHook):
             )
 
     def _claim_run(self, *, saves: bool) -> tuple[str, bool]:
-        """Claims the run on rank 0 if a save begins a new line, or no claim was made or it failed.
+        """Claims the run on rank 0 if a save begins a new line, or no claim has succeeded yet.
 
         A save waits for up to ten seconds; if the store has not answered by then, the commits of
         saves that begin now wait for the claim, and fail if it fails. A deletion waits for the
@@ -323,7 +323,7 @@ class OwnLine(CommitHook):
         return made
 
     def _claimed(self, job: str, continues: Mapping[str, int], seen: Owner | None) -> Owner:
-        """Claims the run, or keeps the claim that is there if the store forbids to replace it."""
+        """Claims the run, or keeps the existing claim if the store forbids to replace it."""
         try:
             return _write_claim(self.run, job, continues, seen)
         except AccessDeniedError as error:

@@ -190,9 +190,9 @@ class ReadContent:
         config: Config,
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[StoredBytes]:
-        """Returns where each chunk's bytes are stored, with the checksums that this reads.
+        """Reads the indexes of the data objects; returns where each chunk is, with its checksums.
 
-        Arguments and errors: :meth:`cloudckpt.checkpoint.places.Places.sources`.
+        Arguments and errors are those of :meth:`cloudckpt.checkpoint.places.Places.sources`.
         """
         names = self.metadata.state_dict_metadata
         indices = [index for name in names for index in self.indices(name)]

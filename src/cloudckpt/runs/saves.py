@@ -264,7 +264,7 @@ def _make_notes(
     notes: Mapping[str, Any] | None,
     of_job: Notes,
 ) -> Notes:
-    """Completes the notes that name the job, ``of_job``, by what is stored with one step.
+    """Returns ``of_job``, the notes that name the job, plus a step's number, metrics and notes.
 
     Raises:
         ConfigError: If metrics or notes have a value that can't be stored.

@@ -295,7 +295,7 @@ class _Named:
 
 
 def clock_of(run: Run) -> float:
-    """Returns the store's time in seconds since 1970: that of a temporary object, written for this.
+    """Returns the store's time in seconds since 1970, which a temporary object shows.
 
     Raises:
         StoreError: If the store reports no times, refuses, or stays unreachable.
