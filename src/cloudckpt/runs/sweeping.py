@@ -159,7 +159,7 @@ class _Sweep:
             if left and not own.unread:
                 parent = folder.rpartition("/")[0]
                 if parent not in around and self._marks_in(folder):
-                    around[parent] = self._named_beside(folder)
+                    around[parent] = self._named_beneath(parent)
                 named = around.get(parent)  # None: no mark in the folder, so nothing refers to it
                 self._objects += (
                     left if named is None else self._unneeded(folder, left, named, limit)
@@ -217,14 +217,12 @@ class _Sweep:
         start = keeps_in(self._uri(folder))
         return list(self._run.store.list(start, self._run.retrier.call))
 
-    def _named_beside(self, folder: str) -> _Named:
-        """Returns the keys named by all checkpoints of the run to which the folder belongs."""
-        parent = folder.rpartition("/")[0]
-        below = f"{parent}/" if parent else ""
-        references = _Named()
+    def _named_beneath(self, run: str) -> _Named:
+        """Returns the keys named by all checkpoints of the run whose folder has the key ``run``."""
+        references, below = _Named(), inside(run)
         for name in list(self._run.store.list_level(below, self._run.retrier.call)):
             if isinstance(name, str):
-                named = self._named(f"{parent}/{name}" if parent else name)
+                named = self._named(below + name)
                 references.keys |= named.keys
                 references.marks |= named.marks
                 references.unread |= named.unread
