@@ -251,7 +251,7 @@ class Saves:
                 with contextlib.suppress(CheckpointNotFoundError):
                     delete_at(location, self._options.config, self._check_of(location.parent))
             except CloudCheckpointError as error:
-                logger.error("%s was not deleted completely; delete it again: %s", uri, error)
+                logger.error("%s was not deleted, or not completely: %s", uri, error)
 
         self.then(act)
 

@@ -177,7 +177,9 @@ class _Adoption:
             silent = silent + 1 if self._records == before else 0
             missing, left = _progress(saves.values()), until - time.monotonic()
             if left <= 0 or silent >= _SILENT_LISTINGS:
-                raise self._incomplete(missing)
+                raise self._incomplete(
+                    missing, "Try again if ranks are still uploading, or load an earlier checkpoint"
+                )
             if not is_logged:
                 logger.info("%s: %s; waiting for up to %.0f s", self._uri, missing, left)
                 is_logged = True
