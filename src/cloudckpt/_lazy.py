@@ -20,7 +20,7 @@ def imported_later(
 
     Args:
         package: The package's name.
-        names: The names by their module, separated by spaces.
+        names: Maps a module in the package to its names, which are separated by spaces.
         modules: Submodules that are attributes of the package even before they are imported.
     """
     homes = {name: module for module, those in names.items() for name in those.split()}

@@ -113,7 +113,7 @@ async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
 
     def progress(done: int, total: int) -> None:
         if cancelled.is_set():
-            raise TransferCancelledError("the verification was cancelled before it had finished")
+            raise TransferCancelledError("the verification was cancelled", uri=str(uri))
 
     return await _in_thread(
         lambda: verifying.verify(uri, config=config, progress=progress), cancelled.set

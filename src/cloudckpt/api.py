@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from cloudckpt._arguments import suggesting
 from cloudckpt.checkpoint.objects import is_committed
+from cloudckpt.checkpoint.structure import Flat
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.content import Content
 from cloudckpt.dcp.load_loop import load_together
@@ -33,7 +34,6 @@ from cloudckpt.errors import (
     CommitUnknownError,
     ConfigError,
     InvalidURIError,
-    KeyCollisionError,
     ProcessGroupError,
 )
 from cloudckpt.stores.listings import forget_listings
@@ -62,9 +62,9 @@ _DESTROYED = (
 _WHAT_IS_COMMITTED = {
     True: "this save is committed all the same",
     False: "this save is not committed, and will not be",
-    None: "it is unknown whether this save is committed: it was not when this rank checked (if "
-    "it could), but it may still be; check whether the checkpoint exists before you go on. "
-    "Its data was kept",
+    None: "it is unknown whether this save is committed: it is not yet, as far as this rank could "
+    "check, but it may still be; check whether the checkpoint exists before you go on. Its data "
+    "was kept",
 }
 
 
@@ -309,10 +309,7 @@ def load_prepared(
             # torch sorts the keys, which fails on a mix of integers and strings
             named = {str(key): value for key, value in state_dict.items()}
             if len(named) < len(state_dict):
-                raise KeyCollisionError(
-                    "two keys of the state dict become the same string, as 1 and '1' do, and keys "
-                    "are loaded as strings: rename one of them"
-                )
+                Flat(state_dict)  # names two keys that become the same string
             return Content(named, meeting.rank, sorts=True)
 
         def begin() -> tuple[StorageReader, LoadPlanner | None, Content]:

@@ -310,7 +310,7 @@ class AsyncCheckpointer(Checkpointer):
         on_failure: Callable[[Collection[int], CloudCheckpointError], None] | None = None,
         when_busy: Literal["wait", "auto"] = "wait",
     ) -> None:
-        """Creates a checkpointer, on all ranks, and starts its saving process.
+        """Creates a checkpointer, on all ranks, and starts its saving process or thread.
 
         Args:
             config: The configuration.

@@ -57,9 +57,7 @@ class ChecksumAlgorithm:
         return struct.calcsize(self.code)
 
     def combine(self, pieces: Iterable[tuple[int, int]]) -> int:
-        """Returns the checksum of adjacent pieces, given each piece's checksum and size in
-        bytes.
-        """
+        """Returns the checksum of adjacent pieces, given the checksum and the bytes of each."""
         total = 0
         for checksum, length in pieces:
             total = self.joined(total, checksum, length)
@@ -171,7 +169,8 @@ class BlockChecksums:
         for start, length, checksum in sorted(self._found):
             if start != expected:
                 raise ValueError(
-                    f"byte {expected} of the item was sent more than once, or not at all"
+                    f"byte {expected} of {self._item or 'an item'} was not sent exactly once: "
+                    "report this bug of cloudckpt"
                 )
             if start % self.block_size == 0:
                 blocks.append(checksum)
@@ -179,7 +178,10 @@ class BlockChecksums:
                 blocks[-1] = self._algorithm.joined(blocks[-1], checksum, length)
             expected = start + length
         if expected != nbytes:
-            raise ValueError(f"only {expected} of {nbytes} bytes of the item were sent")
+            raise ValueError(
+                f"{expected} of {nbytes} bytes of {self._item or 'an item'} were sent: report this "
+                "bug of cloudckpt"
+            )
         if self._expected and blocks != list(self._expected):
             raise TensorChangedError.of(self._item)
         return tuple(blocks)

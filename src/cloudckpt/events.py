@@ -169,7 +169,7 @@ def _tell(listener: Listener, event: Event) -> None:
     try:
         listener(event)
     except Exception:
-        logger.exception("a listener of events raised an error; the save or load goes on")
+        logger.exception("the event listener %r failed; the save or load goes on", listener)
 
 
 def _log(event: Event) -> None:
@@ -322,13 +322,7 @@ def progress_bar() -> Iterator[None]:
     try:
         from rich.console import Console
         from rich.markup import escape
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TaskID,
-            TransferSpeedColumn,
-        )
+        from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
     except ImportError as exc:
         raise MissingDependencyError(
             "a progress bar needs rich; install it with: pip install rich", cause=exc

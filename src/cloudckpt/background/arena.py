@@ -135,7 +135,7 @@ class Annex:
 
     Attributes:
         size: Bytes appended so far.
-        fd: The file descriptor; the file has all appended bytes after :meth:`flush`.
+        fd: The file descriptor; its file has all bytes after :meth:`flush`; -1 once closed.
     """
 
     def __init__(self) -> None:

@@ -370,7 +370,7 @@ class _Worker:
         if self._ended_for:
             return SaveProcessError(
                 "the saving process was stopped before this save had finished, because "
-                f"{self._ended_for}; this save is not committed"
+                f"{self._ended_for}; this save is not committed: save again"
             )
         if code is not None:
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -73,7 +73,8 @@ class Save:
         copy: The copy, if cloudckpt's stager made it.
         made: The copy that a custom stager has made.
         failure: The error that keeps this rank from taking part in the save.
-        is_reported: Whether the failure of the save was raised by a later call, or need not be.
+        is_reported: Whether a later call has raised the save's failure, or only the future reports
+            it.
     """
 
     number: int
@@ -136,7 +137,7 @@ class Save:
     def begin(self, *, commits: bool) -> None:
         """Starts the writer, unless it was started before.
 
-        The commit may then replace only what is at the location now.
+        The commit may then replace only the checkpoint that is at the location now.
         """
         if not self._has_begun_writing:
             self.writer.reset(self.redirect)
@@ -229,7 +230,7 @@ class Save:
     def _result_of(
         self, carry_out: Callable[[Save], Any]
     ) -> tuple[Any, None] | tuple[None, BaseException]:
-        """Returns the result, or the error; in a separate frame, which the error keeps alive."""
+        """Returns the result, or the error, whose traceback keeps this call's variables alive."""
         try:
             unstaged = self.staged.exception()  # waits for the copy
             if self.failure is None and unstaged is not None:

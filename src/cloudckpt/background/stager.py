@@ -177,7 +177,7 @@ class Stager(AsyncStager):
             except queue.Empty:
                 raise SaveInProgressError(
                     f"an earlier save still reads the staged copy after {patience:g} s; wait "
-                    "for its future, or save less often"
+                    "for its future, save less often, or increase patience="
                 ) from None
             self._check_open()  # it may have been closed meanwhile
             arena = self._fitting(layout)
@@ -302,7 +302,7 @@ _Path = tuple[Any, ...]
 
 @dataclass(slots=True)
 class Region:
-    """A range of bytes in one storage, with all bytes that tensors of the state dict use.
+    """A range of one storage, with all of its bytes that tensors of the state dict use.
 
     Attributes:
         storage: The storage, kept alive.
@@ -453,7 +453,7 @@ class Layout:
         return cast(dict[str, Any], self._copy(state_dict, memo, ()))
 
     def _copy(self, value: Any, memo: dict[int, Any], path: _Path) -> Any:
-        """Copies a value, and before that the entries of a container.
+        """Copies a value; of a container, its entries first.
 
         Raises:
             StagingError: If a value can't be copied.
@@ -547,7 +547,7 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
 
 
 def _plain(container: Any, copies: dict[Any, Any]) -> Any:
-    """Returns a plain dict or list with the entries of a mapping or list, copied ones replaced."""
+    """Returns the entries of a mapping or list, as copied so far, in a plain dict or list."""
     made: Any = dict(container.items()) if isinstance(container, Mapping) else list(container)
     for key, entry in copies.items():
         made[key] = entry

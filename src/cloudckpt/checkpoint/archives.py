@@ -62,7 +62,7 @@ def locate(
         store: The store of the items.
         items: The byte ranges of the items.
         config: Options.
-        stats: Counts what is read.
+        stats: Counts the bytes read.
 
     Returns:
         For each item its tensor, or None for an item that only ``torch.load`` can read.

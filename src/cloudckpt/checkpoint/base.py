@@ -89,10 +89,6 @@ class Base:
     """
 
     def __init__(self, record: Record, folder: str = "") -> None:
-        if not record.extents.has_digests:
-            raise ValueError(
-                "this record has no digests, so an incremental save can't compare with it"
-            )
         objects = [one if one.folder else replace(one, folder=folder) for one in record.objects]
         self.attempt, self.objects = record.attempt, objects
         # columns that are contiguous are used in place, not copied

@@ -50,7 +50,7 @@ _STORES_SECOND = 1.0  # seconds by which an age may be wrong, as stores give tim
 
 
 def now() -> float:
-    """Returns seconds of a clock that also runs while the machine is suspended."""
+    """Returns seconds of a clock that, on Linux, also runs while the machine is suspended."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -139,7 +139,7 @@ def begin(
 
 
 def refuse_run(view: View, *, looks_inside: bool = False) -> None:
-    """Refuses to save a checkpoint into the folder of a run: a folder is never both.
+    """Raises an error if a location is the folder of a run, as it can't be a checkpoint as well.
 
     A folder belongs to a run if it contains the run's claim (``.cloudckpt-job.json``), or folders
     with the names of steps. This lists one page; a folder that itself has the name of a step is

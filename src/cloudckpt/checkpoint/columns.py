@@ -51,7 +51,7 @@ def unfilled(*shape: int) -> torch.Tensor:
 
 
 def matrix_of(flat: array[int], columns: int, rows: int) -> torch.Tensor:
-    """Returns a matrix over the numbers of ``flat``, row by row, which shares their memory."""
+    """Returns the numbers of ``flat``, row by row, as a matrix that shares their memory."""
     if not flat:
         return unfilled(rows, columns)
     return torch.frombuffer(flat, dtype=torch.int64).view(rows, columns)
@@ -84,7 +84,7 @@ def byte_rows(column: torch.Tensor) -> torch.Tensor:
 
 
 def raw_bytes(column: torch.Tensor) -> bytes:
-    """Returns the bytes of a column's numbers."""
+    """Returns a column's numbers as bytes, in the machine's byte order."""
     whole = column.contiguous()  # keeps the memory alive while it is read
     return bytes(bytes_of(whole))
 
@@ -151,7 +151,7 @@ class PackedColumns:
         return torch.from_numpy(np.cumsum(differences, dtype=np.int64))
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns the next columns as a matrix, stored column by column."""
+        """Returns the next columns, each of ``rows`` numbers, as the columns of a matrix."""
         found = [self.take(rows) for _ in range(columns)]
         return torch.stack(found).t() if found else unfilled(rows, 0)
 

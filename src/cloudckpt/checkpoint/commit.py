@@ -47,11 +47,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from cloudckpt.checkpoint.baseline import Baseline, conflict
 from cloudckpt.checkpoint.committed import CommitObject, Fetched, fetch
-from cloudckpt.checkpoint.objects import (
-    WrittenObject,
-    look_for,
-    trial_name,
-)
+from cloudckpt.checkpoint.objects import WrittenObject, look_for, trial_name
 from cloudckpt.checkpoint.references import release
 from cloudckpt.config import Config, Switch
 from cloudckpt.errors import (
@@ -269,8 +265,9 @@ def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
-            "the objects of a deleted or replaced checkpoint are not deleted, as its metadata is "
-            "unreadable; cloudckpt sweep can delete them later: %s",
+            "%s: the objects of this deleted or replaced checkpoint are not deleted, as its "
+            "metadata is unreadable; run cloudckpt sweep to delete them: %s",
+            uri,
             error,
         )
         return None
@@ -304,8 +301,9 @@ def no_longer_needed(
         names = gone.names(str(uri))
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
-            "the objects of a deleted or replaced checkpoint are not deleted, as it is unknown "
-            "which of them others need; cloudckpt sweep can delete them later: %s",
+            "%s: the objects of this deleted or replaced checkpoint are not deleted, as it is "
+            "unknown which other checkpoints need them; run cloudckpt sweep to delete them: %s",
+            uri,
             error,
         )
         return ()
@@ -423,6 +421,7 @@ def publish(
         delete(no_longer_needed(store, uri, replaced, config, needed=named))
     except Exception:
         logger.exception(
-            "%s is committed, but deleting the replaced checkpoint failed: run cloudckpt sweep",
+            "%s is committed, but objects of the checkpoint that it replaced may remain: run "
+            "cloudckpt sweep",
             uri,
         )

@@ -23,11 +23,7 @@ from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.torch_private import StorageInfo
 from cloudckpt.checkpoint.trailer import Trailer, notes_at_end, pickle_in, read_range, record_in
 from cloudckpt.checksum import CRC32C, ChecksumAlgorithm
-from cloudckpt.errors import (
-    CheckpointCorruptError,
-    CheckpointReplacedError,
-    Damage,
-)
+from cloudckpt.errors import CheckpointCorruptError, CheckpointReplacedError, Damage
 from cloudckpt.stores.base import ObjectInfo, ObjectStore
 from cloudckpt.transfer.retry import Retrier
 
@@ -106,7 +102,7 @@ class CommitObject:
         record: The record of cloudckpt; None if another writer wrote the commit object.
         notes: The notes, as stored.
         trailer: The trailer; None if another writer wrote the commit object.
-        is_whole: Whether all bytes were read, and compared with their checksums.
+        is_whole: Whether all bytes were read; those that have a checksum have then matched it.
     """
 
     info: ObjectInfo
@@ -133,7 +129,7 @@ class CommitObject:
 
     @property
     def structure(self) -> Structure:
-        """The keys and empty dicts of the saved state dict that torch's metadata omit."""
+        """The original keys and empty dicts of the state dict, which torch's metadata lack."""
         return Structure() if self.record is None else self.record.structure
 
     @classmethod
@@ -162,7 +158,7 @@ class CommitObject:
                 record = Record.parse(body, uri, bound(trailer.size))
                 if record.table is None or record.table.count != len(record.extents):
                     raise CheckpointCorruptError(
-                        "invalid metadata record: it lacks the names or the locations of items: "
+                        "invalid metadata record: it lacks the names or the locations of items; "
                         "restore the object, or load an older checkpoint",
                         uri=uri,
                     )
@@ -218,7 +214,7 @@ class CommitObject:
         if data != named:
             logger.warning(
                 "%s: the metadata names objects that can't be data of this checkpoint; these are "
-                "not deleted",
+                "not deleted: delete them yourself if nothing else needs them",
                 uri,
             )
         return data

@@ -99,7 +99,7 @@ class _Zip:
         self.close_record(name, len(data), zlib.crc32(data))
 
     def open_record(self, name: str, nbytes: int) -> None:
-        """Writes a local header, padded so that the data after it is aligned."""
+        """Writes the header of a record, padded so that the data after it is aligned."""
         self._opened_at = start = self.position
         path = (_ROOT + name).encode()
         extra = _zip64(nbytes, start)
@@ -191,7 +191,12 @@ def unwarned() -> Iterator[None]:
 
 @lru_cache(maxsize=128)
 def _description(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], type[Any]]:
-    """Returns the rebuild function, its arguments after the strides, and the storage class."""
+    """Returns how torch pickles a tensor of this element type.
+
+    Returns:
+        The function that rebuilds the tensor, its arguments after the strides, and the class of the
+        tensor's storage.
+    """
     with unwarned():  # TypedStorage is deprecated, but torch.save still uses it
         function, arguments = torch.empty(1, dtype=dtype, device="cpu").__reduce_ex__(2)  # type: ignore[no-untyped-call]
         storage, _, _, _, *rest = arguments

@@ -37,7 +37,12 @@ _RECORD = re.compile(r"(.+)\.([0-9a-f]{16})\.cloudckpt-pending", re.DOTALL)
 
 
 def content_name(name: str, attempt: str) -> str:
-    """Returns the name of the object with a file's bytes; ``attempt``: 16 random hex digits."""
+    """Returns the name of the object with a file's bytes.
+
+    Args:
+        name: The name of the file.
+        attempt: Sixteen random hexadecimal digits.
+    """
     return f"{name}.{attempt}.cloudckpt"
 
 

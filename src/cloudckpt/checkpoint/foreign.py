@@ -96,7 +96,7 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
     if not isinstance(metadata, Metadata):
         raise CheckpointCorruptError(
             f"the metadata is a {type(metadata).__name__}, not torch's Metadata: this is not a "
-            "checkpoint, or it is damaged",
+            "checkpoint, or it is damaged; check the location, or load an older checkpoint",
             uri=uri,
         )
     return metadata

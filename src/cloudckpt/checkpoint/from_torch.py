@@ -74,14 +74,17 @@ def table_of_metadata(metadata: Metadata) -> Table:
 
 
 def _form(name: str, entry: TensorStorageMetadata) -> Form:
-    """Returns a tensor's shape and type, after checking how many dimensions its chunks have."""
+    """Returns the form of a tensor, after checking its classes and its chunks' dimensions."""
     properties, chunks, dims = entry.properties, entry.chunks, len(entry.size)
     is_plain = type(properties) is TensorProperties and type(chunks) is list
     if not is_plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
         raise NotInColumnsError(f"the properties or chunks of {name} are not of torch's classes")
     if any(len(chunk.offsets) != dims or len(chunk.sizes) != dims for chunk in chunks):
         raise NotInColumnsError(f"a chunk of {name} does not have as many dimensions as the tensor")
-    return Form.of(entry.size, properties.dtype, properties.requires_grad)
+    try:
+        return Form.of(entry.size, properties.dtype, properties.requires_grad)
+    except NotInColumnsError as exc:
+        raise NotInColumnsError(f"{name} is not valid: {exc}") from exc
 
 
 def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:

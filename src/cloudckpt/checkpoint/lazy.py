@@ -62,7 +62,8 @@ class Lazy(Mapping[Any, Any]):
 class ReadLater(Lazy):
     """A lazy mapping that is read from the store on first access.
 
-    It is equal to itself only: comparing what ranks have must not wait for a store, or fail.
+    It is equal only to itself: a comparison with another mapping would have to read it, and could
+    fail.
 
     Args:
         read: Returns the mapping, and caches it; called at each access, so that a read that has

@@ -14,11 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from cloudckpt.checkpoint.columns import column_of, unfilled
 from cloudckpt.checkpoint.committed import CommitObject
@@ -41,8 +37,6 @@ __all__ = ["Manifest", "Planned", "earlier_objects"]
 @dataclass(frozen=True)
 class Planned:
     """The plan of all ranks: what each writes in this save, and in later ones of equal structure.
-
-    If it is made before the ranks write, their own plans need not be kept meanwhile.
 
     Attributes:
         table: The names and chunks of all ranks.
@@ -103,8 +97,8 @@ class Planned:
 
         Raises:
             DifferentCheckpointsError: If a rank has written to another location.
-            IncompleteSaveError: If the metadata promise an item that no rank has written, or a
-                rank's report is inconsistent.
+            IncompleteSaveError: If a rank has not written exactly the items of its plan, or its
+                report is inconsistent.
         """
         folder = CheckpointURI.parse(uri).folder
         for rank, (rows, one) in enumerate(zip(self.rows, records, strict=True)):
@@ -143,7 +137,7 @@ class Planned:
         except ValueError as exc:
             raise IncompleteSaveError(
                 f"the ranks' reports of what they wrote are inconsistent: {exc}; nothing was "
-                "committed",
+                "committed. Save again, or check the planner",
                 uri=uri,
             ) from exc
         return made
@@ -175,7 +169,7 @@ class Manifest:
             self._record = record.to_bytes(bound(len(self._pickled)))
         except (KeyError, ValueError) as exc:
             raise UnsupportedValueError(
-                f"the state dict can't be described in the format of checkpoints: {exc}", uri=uri
+                f"the metadata of the state dict can't be stored: {exc}", uri=uri
             ) from exc
 
     @classmethod

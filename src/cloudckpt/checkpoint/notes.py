@@ -39,8 +39,8 @@ class Notes:
         metrics: Numbers by which to compare checkpoints.
         user: Anything else that JSON can hold.
         job: The random name of the job that saved the checkpoint in a run; empty if unknown.
-        continues: The earlier jobs whose training this job continues, the earliest first: by the
-            random name of each, the step from which the next job went on.
+        continues: The earlier jobs whose training this job continues, the earliest first: the
+            random name of each, with the step from which the job after it continued.
     """
 
     step: int | None = None
@@ -123,7 +123,7 @@ class Notes:
         """Whether ``other`` are the notes of a checkpoint of the same training as this one.
 
         That is a checkpoint of the same job, or of an earlier job that this job continues, up to
-        the step from which the next job went on.
+        the step from which the job after it continued.
         """
         last = self.continues.get(other.job, -1)
         return other.job == self.job or (other.step is not None and other.step <= last)

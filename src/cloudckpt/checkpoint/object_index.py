@@ -86,14 +86,16 @@ class ObjectIndex:
         try:
             self._parse(data, record.size - record.index_size)
         except (ValueError, RuntimeError, struct.error) as exc:
-            raise self._corrupt(f"the index of the object is invalid: {exc}", exc) from exc
+            raise self._corrupt(
+                "the index of the object is invalid: it is damaged, or a newer cloudckpt wrote it; "
+                "restore the object, install a newer version, or load an older checkpoint",
+                exc,
+            ) from exc
 
     def _parse(self, data: bytearray | memoryview, end: int) -> None:
         magic, count, kind = HEADER.unpack_from(data)
         if magic != MAGIC or ALGORITHMS.get(kind) is not self._algorithm:
-            raise ValueError(
-                "it was written by a newer cloudckpt, or with another checksum algorithm"
-            )
+            raise ValueError("it has another version, or another checksum algorithm")
         if HEADER.size + ITEM * count > len(data):
             raise ValueError("it is too short for the items that it lists")
         at = HEADER.size
@@ -173,7 +175,9 @@ class ObjectIndex:
         algorithm, dtype = self._algorithm, _TYPES.get(code)
         if not code and (head or tail):
             raise self._corrupt(
-                "the index of the object is invalid: a pickled value has an envelope", item=item
+                "the index of the object is invalid, as a pickled value has an envelope in it: "
+                "restore the object, or load an older checkpoint",
+                item=item,
             )
         if dtype is None and code:
             raise self._corrupt(

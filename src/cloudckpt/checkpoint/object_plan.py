@@ -67,7 +67,7 @@ def send(
             were passed to an upload.
         buffers: The memory that the plans refer to.
         group: The threads that send requests.
-        stats: Counts what is sent.
+        stats: Counts the bytes sent.
     """
     objects: list[_Object] = []
 
@@ -278,7 +278,7 @@ class Buffers(Protocol):
 
 @dataclass(frozen=True)
 class Destination:
-    """Describes what all objects of one rank have in common: checkpoint, rank and options.
+    """The properties that all objects of one rank have in common: checkpoint, rank and options.
 
     Attributes:
         uri: The checkpoint.

@@ -302,7 +302,7 @@ def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
     """Returns a sentence that names checkpoints beneath a location, as a hint for an error message.
 
-    The text is empty if a short listing shows no checkpoint, or fails: a failure is not retried.
+    The sentence is empty if a short listing shows no checkpoint, or fails; it is not retried.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")

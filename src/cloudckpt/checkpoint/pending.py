@@ -68,11 +68,11 @@ class Pending:
     objects: tuple[WrittenObject, ...] | None = None
 
     def so_far(self, sent: int) -> Pending:
-        """Returns a copy that says that ``sent`` bytes were sent so far."""
+        """Returns a copy that records ``sent`` bytes as sent."""
         return dataclasses.replace(self, sent=sent)
 
     def finished(self, objects: Sequence[WrittenObject]) -> Pending:
-        """Returns a copy that says that the store has all objects."""
+        """Returns the final content, once the store has all ``objects`` of this rank."""
         return dataclasses.replace(self, objects=(*objects, *self.references), references=())
 
     def to_bytes(self) -> bytes:
@@ -98,7 +98,8 @@ class Pending:
         except (ValueError, LookupError, TypeError, RecursionError, struct.error) as exc:
             raise CheckpointCorruptError(
                 "the object that a saving process left for the next job can't be read: it is "
-                "damaged, or a newer cloudckpt wrote it, and its save can't be committed here",
+                "damaged, or a newer cloudckpt wrote it. To commit its save, install that version; "
+                "otherwise save again",
                 uri=uri,
                 cause=exc,
             ) from exc

@@ -130,7 +130,7 @@ class Places:
             damaged: Called with the error of a damaged index. If it does not raise, that object's
                 content is unknown, and left out by :meth:`sources`.
             names: The objects, and an item of each that an error names; None for all objects.
-            stats: Counts what is read.
+            stats: Counts the bytes read.
 
         Raises:
             CheckpointCorruptError: If ``damaged`` raises it, as it does by default; or if an index

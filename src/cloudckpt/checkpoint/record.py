@@ -58,7 +58,7 @@ def bound(pickle_size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Extents:
-    """The locations of a table's rows, that is of items, in objects, as columns of int64.
+    """The locations of items in objects, as int64 columns with an entry for each row of a table.
 
     Attributes:
         objects: The number of each row's object.
@@ -90,7 +90,7 @@ class Extents:
 
     @property
     def columns(self) -> tuple[torch.Tensor, ...]:
-        """The three columns of the locations and, if the rows have digests, the two of these."""
+        """The three columns of the locations and, if the rows have digests, their two columns."""
         columns = self.objects, self.offsets, self.lengths, self.high, self.low
         return tuple(column for column in columns if column is not None)
 
@@ -107,7 +107,7 @@ class Extents:
 
 
 def no_times() -> torch.Tensor:
-    """Returns empty ``times`` for a record, without a row for any rank; see :class:`Record`."""
+    """Returns the ``times`` of a record that has no rank; see :class:`Record`."""
     return unfilled(0, 5)
 
 
@@ -325,7 +325,7 @@ def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
 
 
 def _with_columns(head: _Head, packed: PackedColumns) -> Record:
-    """Returns a record with its columns.
+    """Returns a record, made from its parsed document and its packed columns.
 
     Raises:
         ValueError: If the columns do not fit the document.
@@ -416,7 +416,7 @@ def _described_form(form: Form) -> list[Any] | None:
         return None
     described = [form.shape, str(form.dtype).removeprefix("torch."), form.requires_grad]
     if _form(described).dtype is not form.dtype:  # raises if it can't be read
-        raise ValueError(f"{form.dtype} is not in torch under its own name, so it can't be loaded")
+        raise ValueError(f"{form.dtype} is not in torch under its own name: save another type")
     return described
 
 

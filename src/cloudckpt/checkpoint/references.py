@@ -219,12 +219,12 @@ def _check_readable(
             can't be in a reference.
     """
     kind, own = commit.checksum, store.capabilities.checksum
+    assert kind is not None  # as it has digests
     if kind is not own:  # a copy from another cloud keeps that cloud's algorithm
         raise ConfigError(
-            f"the objects of the checkpoint {base} have "
-            f"{'no checksums' if kind is None else f'{kind.name} checksums'}, but this store needs "
-            f"{own.name}, and a checkpoint can't mix them: save without a base, or with one that "
-            "was saved to this store",
+            f"the checkpoint {base} has {kind.name} checksums, but this store needs {own.name}, "
+            "and a checkpoint can't mix them: save without a base, or with one that was saved to "
+            "this store",
             uri=str(base),
         )
     for folder in folders:
@@ -261,8 +261,8 @@ def _check_trusted(store: ObjectStore, base: CheckpointURI, commit: CommitObject
         found = _damaged.intersection(store.uri(base.key(one.name)) for one in commit.objects)
     if found:
         raise CheckpointCorruptError(
-            f"the checkpoint has damaged objects ({len(found)}, such as {min(found)}): run "
-            f"cloudckpt verify {base}",
+            f"a load has found this checkpoint damaged, for example {min(found)}: run cloudckpt "
+            f"verify {base}",
             uri=str(base),
         )
 
@@ -288,7 +288,7 @@ def release(
     *,
     needed: Collection[str] = (),
 ) -> list[str]:
-    """Returns the objects of a deleted or replaced checkpoint that are no longer needed.
+    """Returns the keys of a deleted or replaced checkpoint's objects that nothing needs any more.
 
     It also deletes that checkpoint's marks in other checkpoints.
 
@@ -330,7 +330,7 @@ def release(
 def protected(
     store: ObjectStore, uri: CheckpointURI, wanted: Mapping[str, set[str]], config: Config
 ) -> set[str]:
-    """Returns the data objects among ``wanted`` that another checkpoint or save still needs.
+    """Returns the keys in ``wanted`` of objects that another checkpoint or save still needs.
 
     The folders are listed, and the checkpoints that refer to them are read, concurrently.
 
@@ -397,7 +397,7 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
 def _owner_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
     """Returns the folder of the save that left a mark; None if the mark is gone.
 
-    The text is empty if the mark can't be read: the mark then counts as an uncommitted save's.
+    The result is empty if the mark can't be read: it then counts as an uncommitted save's.
     """
     try:
         data, _ = retrier.call(lambda: store.get(key, limit=_MOST_BYTES))
@@ -406,7 +406,8 @@ def _owner_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
         return None
     except (ObjectTooLargeError, ValueError, LookupError, TypeError, RecursionError) as error:
         logger.warning(
-            "%s can't be read; the objects that it may protect are therefore not deleted: %s",
+            "%s can't be read; the objects that this mark may protect are not deleted (cloudckpt "
+            "sweep deletes them later): %s",
             store.uri(key),
             error,
         )

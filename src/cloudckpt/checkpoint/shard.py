@@ -51,7 +51,7 @@ __all__ = [
 
 @functools.lru_cache(maxsize=8192)
 def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredForm | None:
-    """Returns how a strided tensor is stored in an object; None if an index can't describe that."""
+    """Returns how a strided tensor is stored; None if an object's index can't describe it."""
     around, code = envelope(dtype, shape), code_of(dtype)
     if code is None or max(len(around.head), len(around.tail)) > LONGEST_EDGE:
         return None
@@ -126,14 +126,14 @@ def check_shards(value: Any, fqn: str) -> None:
     except Exception as exc:
         raise UnsupportedTensorError(
             "the attributes global_shape, global_offsets, local_offsets and local_sizes of "
-            f"{fqn} do not describe parts of a larger tensor; correct them: {exc}",
+            f"{fqn} do not describe parts of a larger tensor: correct them",
             item=fqn,
             cause=exc,
         ) from exc
 
 
 def travels_as_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor wraps others and has no storage: only ``torch.save`` can write it."""
+    """Whether a tensor wraps other tensors, without a storage: only ``torch.save`` can write it."""
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -200,7 +200,7 @@ class Sender(Protocol):
             destination: The checkpoint, the rank, and options.
             store: The destination's store.
             layout: The items.
-            stats: Counts what is sent.
+            stats: Counts the bytes sent.
             pending: The object to leave in the store if this trainer ends, without the locations.
         """
 

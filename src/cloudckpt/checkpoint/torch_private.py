@@ -137,7 +137,7 @@ def groups_joined() -> int:
 
 
 def is_filled(plans: list[SavePlan], metadata: Metadata) -> bool:
-    """Whether the chunks of all tensors fill them, without overlaps, by torch's own check.
+    """Whether the chunks of each tensor cover all of it without overlaps, by torch's own check.
 
     torch's check returns a boolean in older versions (such as 2.9), a list of errors in newer
     ones.

@@ -99,8 +99,8 @@ class Trailer:
             return None
         if data[-1] != _MAGIC[-1] or len(data) < _TRAILER.size:
             raise CheckpointCorruptError(
-                f"the checkpoint's format is not version {_MAGIC[-1]}: it was written by a "
-                "newer cloudckpt, so install that one; or it is damaged",
+                f"the checkpoint's format is not version {_MAGIC[-1]}: it was written by a newer "
+                "cloudckpt, so install a newer version; or it is damaged: load an older checkpoint",
                 uri=uri,
             )
         *fields, _ = _TRAILER.unpack_from(data, len(data) - _TRAILER.size)

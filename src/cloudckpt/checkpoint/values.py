@@ -196,7 +196,7 @@ _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class _PlainUnpickler(Unpickler):
-    """Reads ``data.pkl`` for ``torch.load`` with the harmless classes; torch makes the storages."""
+    """Unpickles ``data.pkl`` for ``torch.load``, and makes instances of harmless classes only."""
 
     def load(self) -> Any:
         of_torch = {

@@ -39,7 +39,7 @@ _LEAVES = frozenset((*_ATOMS, torch.Tensor, torch.nn.Parameter, DTensor))
 
 
 class PerRank(Generic[T]):
-    """A value in a state dict of which each rank saves its own; see :func:`cloudckpt.per_rank`.
+    """A value in a state dict that each rank saves for itself; see :func:`cloudckpt.per_rank`.
 
     Attributes:
         value: The value of this rank. After a load, the value that this rank has saved; if the
@@ -105,7 +105,7 @@ class Content:
     """
 
     def __init__(self, state_dict: Mapping[Any, Any], rank: int, *, sorts: bool = False) -> None:
-        """Replaces the values of a state dict.
+        """Replaces the ``Stateful`` and ``PerRank`` values; the given state dict is not changed.
 
         Args:
             state_dict: The state dict.
@@ -171,7 +171,8 @@ class Content:
                 state dict.
         """
         if self._own and not getattr(planner, "flatten_state_dict", True):
-            raise ConfigError("per_rank values need a planner with flatten_state_dict=True")
+            name = ".".join(map(str, self._own[0].path))
+            raise ConfigError(f"{name} is a per_rank: give a planner with flatten_state_dict=True")
         return self.state
 
     def put(self, loaded: Any) -> Any:
@@ -367,7 +368,7 @@ def _fill(value: Any, state: Any, name: str) -> None:
                 cause=exc,
             ) from exc
         if isinstance(exc, (CheckpointCorruptError, CheckpointNotFoundError)):
-            message = f"load_state_dict of {name} failed to load another checkpoint"
+            message = f"load_state_dict of {name} failed to load another checkpoint: see the cause"
             raise CheckpointError(message, item=name, cause=exc) from exc
         noted: Any = exc  # Python 3.10 has no add_note()
         noted.__notes__ = [*getattr(exc, "__notes__", ()), f"in load_state_dict of {name}"]

@@ -258,7 +258,7 @@ def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses:
     first = news[0]
     text = (
         f"{len(news)} {'entry differs' if len(news) == 1 else 'entries differ'} between ranks, "
-        "and the checkpoint keeps one copy of each, that of the rank named first. Ranks with the "
+        "but a checkpoint keeps one copy of each, that of the rank named first. Ranks with the "
         f"same copy: {first_few((unlike[name] for name in news), '; ', _NAMED)}. If each rank has "
         "its own value, wrap it in cloudckpt.per_rank(value), or put the rank, the stage or the "
         f"expert into its name, for example {{f'{first}.{{rank}}': ...}}; if all ranks share it, "

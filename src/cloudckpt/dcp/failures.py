@@ -137,12 +137,12 @@ def release_frames(error: BaseException, *, apart_from: BaseException | None = N
 
 
 def break_off(group: dist.ProcessGroup | None) -> None:
-    """Ends the connections of a gloo group in which this rank has lost another one.
+    """Closes the connections of a gloo group in which this rank has lost another rank.
 
-    When a rank dies, only the ranks that exchange data with it notice, and raise an error. The
-    other ranks would wait for those until the group's timeout. No collective of the group can
-    succeed any more. A receive that times out closes all connections of a gloo group. Groups of
-    other backends are left alone.
+    When a rank dies, only the ranks that exchange data with it notice, and raise an error. All
+    others would wait for these ranks until the group's timeout, although no collective can succeed
+    any more; closed connections let them fail at once. A receive that times out closes all
+    connections of a gloo group. Groups of other backends are left alone.
     """
     if group is None:
         return
@@ -164,7 +164,7 @@ def one_error(
     Args:
         failures: The errors, by rank.
         rank: This rank.
-        step: When the ranks failed, for the message.
+        step: When the ranks failed, for the message, such as ``while it was loaded``.
         uri: The checkpoint.
     """
     own = failures.get(rank)

@@ -18,12 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from cloudckpt.checkpoint.columns import (
-    column_of,
-    counted,
-    repeated,
-    unfilled,
-)
+from cloudckpt.checkpoint.columns import column_of, counted, repeated, unfilled
 from cloudckpt.checkpoint.from_torch import NotInColumnsError, table_of_plan
 from cloudckpt.checkpoint.manifest import Planned
 from cloudckpt.checkpoint.record import Record
@@ -284,7 +279,7 @@ class _Items:
 
 
 def _kind(form: Form) -> str:
-    """Returns the type and shape that all ranks must agree about, as text."""
+    """Returns the type and shape that all ranks must agree on, as text."""
     if form.shape is None:
         return "not a tensor"
     return f"a tensor of {form.dtype} and shape {form.shape}"

@@ -80,7 +80,8 @@ def load_together(
             loaded = load.content.put(load.state_dict)
         except Exception as error:
             if meeting.group is not None:
-                logger.error("%s: rank %d failed: %s", report.uri, meeting.rank, text_of(error))
+                what = "the loaded values could not be put into the state dict"
+                logger.error("%s: rank %d: %s: %s", report.uri, meeting.rank, what, text_of(error))
             raise
         for key, value in list(state_dict.items()):
             if loaded[str(key)] is not value:
@@ -167,7 +168,7 @@ class _Load:
             raise one_error({0: error}, 0, LOADING, self._uri) from error
 
     def reported(self) -> LoadReport:
-        """Returns the report of the load, and logs what may not be intended."""
+        """Returns the report of the load; logs notes, and on the first rank also the report."""
         planner, content, uri = self._planner, self.content, self._uri or ""
         for note in content.notes:
             logger.warning("%s: %s", uri, note)

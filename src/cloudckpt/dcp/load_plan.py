@@ -82,7 +82,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             loaded, and the others keep their values.
         partial: Whether the checkpoint may lack entries, which then keep their values; by default
             if ``strict`` is False.
-        logs: Whether to log what may not be intended, such as converted tensors.
+        logs: Whether to log conversions, replaced tensors, and the report of the load.
 
     Attributes:
         map_location: Device of tensors that are nested in other values; None: the device that they
@@ -419,8 +419,8 @@ def table_of(metadata: Metadata, uri: str) -> Table:
         return table_of_metadata(Metadata(metadata.state_dict_metadata))
     except NotInColumnsError as exc:
         raise CheckpointError(
-            f"the metadata can't be read as torch's: {exc}. Load the checkpoint with the "
-            "package that saved it, then save it again",
+            "the metadata has classes or values that torch's does not have: load the checkpoint "
+            "with the package that saved it, then save it again",
             uri=uri,
             cause=exc,
         ) from exc
@@ -526,8 +526,7 @@ def check_types(
         name, (saved, wanted) = next(iter(converted.items()))
         logger.warning(
             "%s: %d tensors are converted while they are loaded, such as %s, from %s to %s. To "
-            "load what was saved, load into tensors of that type, for example after "
-            "model.to(%s)",
+            "keep the saved type, load into tensors of this type, for example after model.to(%s)",
             uri,
             len(converted),
             name,

@@ -69,7 +69,7 @@ class SharedReads:
     """The reads that ranks of a group have in common, and the exchange of their bytes.
 
     All ranks must agree on which requests are shared and how they are split. So the meeting before
-    the load compares whether reads are shared; and reads whose requests depend on a rank's options
+    the load compares the option ``shared_reads``; and reads whose requests depend on other options
     (``verify``, ``connections``) are shared only if these requests are the same. ``memory_budget``
     limits how far a rank may run ahead.
 
@@ -481,7 +481,10 @@ class Load:
 
 
 def _in_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors with memory of which a tensor consists: of a plain one, the tensor."""
+    """Returns the tensors that hold the elements of a tensor: itself, or those that it wraps.
+
+    Tensors without elements, or without memory that can be filled, are left out.
+    """
     if travels_as_bytes(tensor):
         names: Sequence[str] = cast(Any, tensor).__tensor_flatten__()[0]
         return [part for name in names for part in _in_memory(getattr(tensor, name))]
@@ -489,7 +492,7 @@ def _in_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _row_bytes(box: Box, stored: StoredTensor) -> int:
-    """Returns the bytes from one row of a box to the next, in a stored tensor."""
+    """Returns by how many bytes the rows of a box are apart in a stored tensor."""
     axis = next(axis for axis, (_, length) in enumerate(box) if length > 1)
     return row_major_strides(stored.shape)[axis] * stored.dtype.itemsize
 

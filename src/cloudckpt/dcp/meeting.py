@@ -232,7 +232,7 @@ class Consensus:
 
 @functools.cache
 def _warn_of_others() -> None:
-    """Warns, once, that this process is one of several that save by themselves."""
+    """Warns, once, if this process is one of several that save by themselves."""
     count = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and count.isdecimal() and int(count) > 1:
         logger.warning(
@@ -399,7 +399,7 @@ class Meeting:
     def combined_by_first(
         self, step: str, work: Callable[[], T], combine: Callable[[list[T]], R], uri: str | None
     ) -> R:
-        """Returns what the first rank makes of the results of ``work`` of all ranks; collective.
+        """Returns the result of ``combine``, called on the first rank, to all; a collective call.
 
         No other rank gets the results of all.
 
@@ -424,7 +424,7 @@ class Meeting:
         divide: Callable[[list[T]], list[R]],
         uri: str | None,
     ) -> R:
-        """Returns this rank's part of the list that the first rank makes; collective.
+        """Returns this rank's part of the list that the first rank makes; a collective call.
 
         Otherwise like :meth:`combined_by_first`: ``divide`` returns a part for each rank.
         """

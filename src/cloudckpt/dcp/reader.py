@@ -87,7 +87,7 @@ def _model_at(store: ObjectStore, uri: CheckpointURI, config: Config) -> Model |
 
 
 class OurReader(StorageReader):
-    """A storage reader that ``cloudckpt.load`` can drive."""
+    """The base class of the storage readers that ``cloudckpt.load`` accepts."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -155,7 +155,7 @@ class CloudStorageReader(OurReader):
 
     @property
     def structure(self) -> Structure:
-        """The keys and empty dicts of the saved state dict that torch's metadata omit.
+        """The original keys and empty dicts of the saved state dict, which torch's metadata lack.
 
         Empty until the metadata are read.
         """
@@ -221,8 +221,8 @@ class CloudStorageReader(OurReader):
             raise
         except Exception as error:
             self._failure = CheckpointError(
-                "the metadata could not be read, and whether there is a checkpoint is unknown; see "
-                "the cause",
+                "the metadata could not be read, so it is unknown whether there is a checkpoint; "
+                "see the cause, and load again",
                 uri=str(self.uri),
                 cause=error,
             )
@@ -338,7 +338,7 @@ class CloudStorageReader(OurReader):
 
     @contextlib.contextmanager
     def _unless_replaced(self) -> Iterator[None]:
-        """Replaces a CheckpointCorruptError that is due to the replacement of the checkpoint."""
+        """Raises CheckpointReplacedError for damage that is due to a replaced checkpoint."""
         try:
             yield
         except CheckpointCorruptError as error:

@@ -64,7 +64,8 @@ class LoadReport:
         optimizer: The names of saved optimizer state for which the state dict has no entry, such as
             state of parameters that are frozen now, or of an optimizer that has made no step.
         doubtful: The names that were loaded, but that torch's own functions change when the state
-            dict is passed on to an optimizer, and how: state of integers, and empty groups.
+            dict is passed on to an optimizer, and how: state of an integer type, and empty
+            parameter groups.
     """
 
     uri: str
@@ -131,7 +132,10 @@ class LoadReport:
         return "\n".join(lines)
 
     def log(self) -> None:
-        """Logs a report with more than loaded names; as a warning if saved values were left out."""
+        """Logs the report if it has more than loaded names.
+
+        It is a warning if values were left as they were, or optimizer state was not loaded.
+        """
         if any(getattr(self, name) for name in _ROWS):
             is_unintended = self.left_alone or self.optimizer
             logger.log(logging.WARNING if is_unintended else logging.INFO, "%s", self)

@@ -122,7 +122,7 @@ class SaveLoop:
         return RankStatus(location=self._uri, options=options, plan=self._plan)
 
     def run(self, agreed: int) -> Metadata:
-        """Saves and commits.
+        """Saves the state dict, and commits the checkpoint.
 
         Args:
             agreed: The number of the plan that all ranks have, see :attr:`Consensus.plan`.

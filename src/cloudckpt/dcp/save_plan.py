@@ -144,8 +144,8 @@ def _check_planned(name: str, value: torch.Tensor) -> None:
         if type(value) in PLAIN:
             check_supported(value, name)
         raise UnsupportedTensorError(
-            f"{name} is a {type(value).__name__}, which can't be saved: {exc}. Save it in another "
-            "form, such as a plain tensor of its values, or leave it out; give a lazy module its "
+            f"{name} is a {type(value).__name__}, which can't be saved. Save it in another form, "
+            "such as a plain tensor of its values, or leave it out; give a lazy module its "
             "parameters first, by a forward pass",
             item=name,
             cause=exc,
@@ -312,7 +312,7 @@ class KnownPlan:
     record: bytes | None = None
 
     def finished(self, planner: DefaultSavePlanner) -> KnownPlan:
-        """Returns a copy that the planner has finished, with the items' forms for later saves."""
+        """Returns a copy with the plan that the planner has finished, and the items' forms."""
         plan = planner.finish_plan(self.plan)
         made = replace(self, plan=plan, expected=expected_size(plan.items))
         if self.key is None:
@@ -340,7 +340,7 @@ _lock = module_lock()
 
 
 def find(key: PlanKey) -> KnownPlan | None:
-    """Returns the kept plan of a key, or None."""
+    """Returns the plan that is kept under a key, or None."""
     with _lock:
         return next((plan for plan in _plans if plan.key == key), None)
 
@@ -387,7 +387,7 @@ def new_number() -> int:
 
 
 def _form(name: str, value: torch.Tensor, sizes: torch.Size) -> StoredForm | None:
-    """Returns how an item is stored that is a whole small tensor in host memory; else None.
+    """Returns the form of an item that is a whole small tensor in host memory; else None.
 
     Raises:
         UnsupportedTensorError: If torch can't save the tensor.

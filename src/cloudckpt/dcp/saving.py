@@ -329,6 +329,7 @@ class StateLayout:
                 f"{fqn} is planned as {'bytes' if is_bytes else 'a tensor'}, but the planner's "
                 f"resolve_data returned a {type(data).__name__}: make it return "
                 f"{'an io.BytesIO' if is_bytes else 'a torch.Tensor'}",
+                uri=self._unloadable.uri,
                 item=fqn,
             )
         if isinstance(data, io.BytesIO):
@@ -344,6 +345,7 @@ class StateLayout:
             raise ShapeMismatchError(
                 f"{fqn} is planned with shape {tuple(item.tensor_data.chunk.sizes)}: make the "
                 f"planner's resolve_data return that shape, not {tuple(tensor.shape)}",
+                uri=self._unloadable.uri,
                 item=fqn,
             )
         is_opaque = travels_as_bytes(tensor)

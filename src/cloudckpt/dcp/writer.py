@@ -111,7 +111,7 @@ class Report(NamedTuple):
 
 
 class OurWriter(StorageWriter):
-    """A storage writer that ``cloudckpt.save`` can drive.
+    """The base class of the storage writers that ``cloudckpt.save`` accepts.
 
     Attributes:
         checkpoint_id: The location, as a string.
@@ -365,7 +365,8 @@ class CloudStorageWriter(OurWriter):
         if self.is_incremental and self.contents is None:
             logger.warning(
                 "%s: everything is uploaded, as torch's own save and classes derived from "
-                "CloudStorageWriter can't save incrementally: call cloudckpt.save with that class",
+                "CloudStorageWriter can't save incrementally: call cloudckpt.save with a "
+                "CloudStorageWriter",
                 self.uri,
             )
         record = self.send(plan, planner)
@@ -425,7 +426,7 @@ class CloudStorageWriter(OurWriter):
         return self.written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the checkpoint, on the coordinator, and completes ``metadata`` accordingly.
+        """Commits the checkpoint, on the coordinator; adds locations and save ID to ``metadata``.
 
         An error of the commit hook before the commit is raised as well.
 
@@ -456,7 +457,7 @@ class CloudStorageWriter(OurWriter):
         metadata.version = manifest.metadata.version
 
     def finish_with(self, planned: Planned, written: Sequence[Record]) -> Manifest:
-        """Commits what the ranks have written; raises as :meth:`finish` does.
+        """Commits the items that the ranks have written; raises as :meth:`finish` does.
 
         Args:
             planned: The plan of all ranks.
@@ -576,7 +577,7 @@ def committing(writer: OurWriter) -> Iterator[None]:
         if not isinstance(error, Exception) and portable(error, uri) is error:
             raise
         raise CommitUnknownError(
-            "the checkpoint is committed, but something failed after that; nothing was deleted"
+            "the checkpoint is committed, but a step after that failed; nothing was deleted"
             if writer.committed
             else "the commit failed unexpectedly and may have taken place; its data was kept. "
             "Check whether this checkpoint exists before you go on",
