@@ -150,7 +150,7 @@ def test_what_is_no_general_purpose_bucket_of_s3_is_refused(place, rest):
         ("s3://bucket/./run", "'.' or '..'"),
         ("s3://bucket/run?versionId=7", "a query or a fragment"),
         ("s3://bucket/run\n", "control character"),
-        ("s3://bucket/\x00", "control character"),
+        ("file:/run", '"file:///run"'),
         ("s3://KEY:SECRET@bucket/run", "has credentials"),
         ("s3://KEY:SECRET@bucket/\x07", "control character"),
         ("s3://arn:SECRET@bucket/run", "has credentials"),

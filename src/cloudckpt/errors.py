@@ -57,9 +57,11 @@ the failures of all ranks by pickle, and a cause that does not survive it is los
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 __all__ = [
     "AccessDeniedError",
@@ -143,14 +145,20 @@ class CloudCheckpointError(Exception):
         self.action: str | None = None
 
     def __str__(self) -> str:
-        parts = [self.message if self.action is None else f"{self.action} failed: {self.message}"]
-        if self.uri is not None and self.uri not in parts[0]:
-            parts.append(f"at {self.uri}")
+        parts = [f"{_plain(self.action)} failed: {self.message}" if self.action else self.message]
+        if self.uri is not None and _plain(self.uri) not in parts[0]:
+            parts.append(f"at {_plain(self.uri)}")
         if self.item is not None and self.item not in self.message:
             parts.append(f"item {self.item!r}")
         if self.cause is not None and self.cause not in self.message:
             parts.append(f"cause: {self.cause}")
         return " | ".join(parts)
+
+
+def _plain(text: str) -> str:
+    """Replaces percent-encoded URIs of files by plain paths, unless these can't be printed."""
+    shown = re.sub(r"file://(\S*%\S*)", lambda found: unquote(found[1]), text)
+    return shown if shown.isprintable() else text
 
 
 def text_of(error: BaseException) -> str:

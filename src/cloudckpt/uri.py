@@ -21,14 +21,13 @@ _FORMS = (
 )
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
-_SWALLOWED_SLASH = re.compile(r"^(https|file):/(?!/)", re.IGNORECASE)
 _FOREIGN = {  # schemes of other tools, and what to write instead
     "gcs": "write gs://bucket/path",
     "local": "write file:///path",
     **dict.fromkeys(("s3a", "s3n"), "write s3://bucket/path"),
     "azure": "write az://container/path",
     **dict.fromkeys(("wasb", "wasbs"), "write abfss://container@account.dfs.core.windows.net/path"),
-    "dbfs": "on Databricks that is /dbfs/path, or better a volume, /Volumes/path",
+    "dbfs": "on Databricks write /dbfs/path, or better the path of a volume, /Volumes/path",
     **dict.fromkeys(
         ("hdfs", "webhdfs", "viewfs", "nfs", "sftp", "ssh", "smb"),
         "mount it, by NFS or FUSE, and write the path of the folder",
@@ -47,11 +46,12 @@ _AZURE_HOST = re.compile(
     r"\.(?:blob|dfs)\."
     r"(core\.windows\.net|core\.chinacloudapi\.cn|core\.usgovcloudapi\.net|storage\.azure\.net)"
 )
-# a folder named like a URI scheme of the three clouds, or like other tools' schemes
+# a folder named like a URI scheme of a cloud, or like other tools' schemes; https: and file: may be
+# folders unless they come first
 _FOLDED = re.compile(
-    r"(?:^|/)((?:s3[an]?|gs|gcs|az|abfss?|wasbs?|adl):|https:(?=/+"
+    r"(?:^|/)(?P<scheme>(?:s3[an]?|gs|gcs|az|abfss?|wasbs?|adl):|https:(?=/+"
     + _AZURE_HOST.pattern
-    + r"(?:/|$))|hf:(?=/+buckets/))"
+    + r"(?:/|$))|hf:(?=/+buckets/)|\A(?:https|file):(?=/(?!/)))"
     r"(?:/+(?P<rest>.*))?$",
     re.IGNORECASE | re.DOTALL,
 )
@@ -69,9 +69,9 @@ _ACCESS_POINT = re.compile(
 # suffixes and ARNs that AWS reserves for S3 resources other than buckets and access points
 _NO_BUCKET = re.compile(r"[^/]*(?:--(?:xa|ol|op|table)-s3|\.mrap)(?:/|$)|arn:")
 _NO_BUCKET_ADVICE = (
-    "which is not a bucket or an access point that takes checkpoints (access points of directory "
-    "buckets, multi-region and Object Lambda access points, Outposts and table buckets do not): "
-    "write s3://bucket/path or s3://arn:aws:s3:region:account:accesspoint/name/path"
+    "which can't hold checkpoints (access points of directory buckets, multi-region and Object "
+    "Lambda access points, Outposts and table buckets are not supported): write s3://bucket/path "
+    "or s3://arn:aws:s3:region:account:accesspoint/name/path"
 )
 
 URILike = Union[str, "os.PathLike[str]", "CheckpointURI"]
@@ -131,7 +131,8 @@ class CheckpointURI:
             os.fsencode(text)
         except UnicodeEncodeError:
             raise InvalidURIError(
-                f"{_shown(text)!r} contains half of a surrogate pair: use a name in valid UTF-8"
+                f"{_shown(text)!r} contains half of a surrogate pair, which UTF-8 can't encode: "
+                "use another name"
             ) from None
         if foreign := _FOREIGN_SCHEME.match(text):
             scheme = foreign[1].lower()
@@ -143,13 +144,6 @@ class CheckpointURI:
             raise InvalidURIError(
                 f"{_shown(text)!r} lost a slash (pathlib.Path and os.path collapse // to /), and "
                 f'would be a local folder; pass the string "{whole}" instead'
-            )
-        if swallowed := _SWALLOWED_SLASH.match(text):
-            slashes = "///" if swallowed.group(1).lower() == "file" else "//"
-            shown = _shown(text)
-            raise InvalidURIError(
-                f"{shown!r} lost a slash, as pathlib.Path does to a URI; "
-                f'pass the string "{shown.replace(":/", f":{slashes}", 1)}" instead'
             )
         if _NEARLY.match(text):
             raise InvalidURIError(
@@ -242,7 +236,8 @@ class CheckpointURI:
             known = _STORAGE_BUCKET.match(rest)
             if known is None:
                 raise InvalidURIError(
-                    f"{shown!r} names no Storage Bucket: write hf://buckets/namespace/name/path "
+                    f"{shown!r} names no Storage Bucket of Hugging Face: write "
+                    "hf://buckets/namespace/name/path "
                     "(repositories of models and datasets take no checkpoints)"
                 )
             bucket, prefix = known[1], rest[known.end() :]
@@ -254,8 +249,8 @@ class CheckpointURI:
         if point is None and ("@" in bucket or ":" in bucket):
             raise InvalidURIError(
                 f"{shown!r} has credentials, or a host with a port, in place of a bucket: write "
-                f"{scheme}://bucket/path, set credentials as for the cloud's own tools, and a host "
-                "by endpoint_url in the options"
+                f"{scheme}://bucket/path; set credentials in the environment, as for the cloud's "
+                "own tools, and the host by the option endpoint_url"
             )
         if "?" in rest or "#" in rest:
             raise InvalidURIError(
@@ -263,8 +258,8 @@ class CheckpointURI:
             )
         if _HALVES.search(rest):
             raise InvalidURIError(
-                f"{shown!r} contains half of a surrogate pair, as file names that are not UTF-8 "
-                "do: use a name in valid UTF-8"
+                f"{shown!r} contains half of a surrogate pair (perhaps from a file name in another "
+                "encoding), which UTF-8 can't encode: use another name"
             )
         prefix = prefix.removesuffix("/")
         segments = prefix.split("/") if prefix else []
@@ -275,7 +270,7 @@ class CheckpointURI:
         if "." in segments or ".." in segments:
             raise InvalidURIError(
                 f"{shown!r} contains '.' or '..', which object stores do not resolve: write the "
-                "whole path"
+                "path without them"
             )
         return cls(scheme, bucket, prefix)
 
@@ -386,7 +381,8 @@ def unfolded(path: str) -> str | None:
         path = unquote(path[scheme.end() :])
     for form in (path, _absolute(path)):  # a relative path may be beneath such a folder
         if found := _FOLDED.search(form):
-            return f"{found.group(1)}//{found['rest'] or ''}"
+            root = "///" if found["scheme"].lower() == "file:" else "//"
+            return f"{found['scheme']}{root}{found['rest'] or ''}"
     return None
 
 

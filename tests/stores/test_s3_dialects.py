@@ -105,10 +105,10 @@ def test_a_bucket_is_addressed_as_its_vendor_demands(open_s3, endpoint, given, u
 @pytest.mark.parametrize(
     ("bucket", "options", "named"),
     [
-        (EXPRESS_BUCKET, {"tags": {"team": "nlp"}}, r"S3Options\(tags=\): S3 Express"),
-        (EXPRESS_BUCKET, {"storage_class": "STANDARD_IA"}, r"\(storage_class=\): S3 Express"),
-        (EXPRESS_BUCKET, {"anonymous": True}, r"\(anonymous=\): S3 Express"),
-        ("b", {"endpoint_url": "https://s3.hf.co/me", "sse": "AES256"}, r"\(sse=\): Hugging Face"),
+        (EXPRESS_BUCKET, {"tags": {"team": "nlp"}}, "^S3 Express.* tags;"),
+        (EXPRESS_BUCKET, {"storage_class": "STANDARD_IA"}, "^S3 Express.* storage_class;"),
+        (EXPRESS_BUCKET, {"anonymous": True}, "^S3 Express.* anonymous;"),
+        ("b", {"endpoint_url": "https://s3.hf.co/me", "sse": "AES256"}, "^Hugging Face.* sse;"),
     ],
 )
 def test_an_option_that_could_have_no_effect_is_refused(open_s3, bucket, options, named):
@@ -318,7 +318,7 @@ def test_a_copy_is_tried_again_if_its_credentials_come_late(express, monkeypatch
     [
         (403, "AccessDenied", AccessDeniedError, "s3express:CreateSession"),
         (404, "NoSuchBucket", BucketNotFoundError, "CreateSession"),
-        (503, "SlowDown", ConnectionLostError, "can't be fetched at the moment"),
+        (503, "SlowDown", ConnectionLostError, "can't be fetched now"),
     ],
 )
 def test_a_session_that_is_refused_says_why(open_s3, server, status, code, expected, told):
@@ -356,9 +356,9 @@ def test_a_target_that_always_refuses_is_an_error_without_its_signature(gateway)
 def test_only_the_store_itself_says_that_an_object_is_not_there(gateway):
     store, stub, info = gateway
     stub.is_behind = True
-    with pytest.raises(ServerError, match="does not exist"):
+    with pytest.raises(ServerError, match="missing object"):
         store.get("run/object")
-    with pytest.raises(ServerError, match="does not exist"):
+    with pytest.raises(ServerError, match="missing object"):
         get_range(store, size=1, if_version=info.version)
 
 

@@ -84,5 +84,5 @@ def test_what_is_left_of_a_clean_up_is_logged(store, caplog, error):
     store.fail("delete", error, where=only(KEYS[3]))
     with caplog.at_level(logging.WARNING, "cloudckpt"):
         delete_quietly(store, KEYS, AT_ONCE, threads=1)
-    assert "unneeded objects could not be deleted: " in caplog.text
+    assert "unneeded objects could not be deleted; " in caplog.text
     assert KEYS[3] in held(store)

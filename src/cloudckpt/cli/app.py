@@ -63,7 +63,7 @@ def fail(error: object, code: int) -> NoReturn:
 
 
 def say(error: object) -> None:
-    """Prints an error to stderr."""
+    """Prints an error or a warning to stderr."""
     print(f"cloudckpt: {safe(str(error))}", file=sys.stderr, flush=True)
 
 

@@ -74,7 +74,7 @@ def _wanted(source_kind: Kind, target: str, to: Kind | None) -> Kind:
     """
     suffix = PurePosixPath(target).suffix.lower()
     if source_kind == to == "torch":
-        raise typer.BadParameter("SOURCE is already a file of torch.save: copy it instead")
+        raise typer.BadParameter("SOURCE is a torch.save file already: copy the file instead")
     if to is not None:
         return to
     if source_kind == "torch" and suffix == ".safetensors":
@@ -86,7 +86,7 @@ def _wanted(source_kind: Kind, target: str, to: Kind | None) -> Kind:
         return "torch"
     if source_kind == "dcp" and suffix:
         raise typer.BadParameter(
-            "SOURCE is a checkpoint, and TARGET could be another checkpoint or a file: give --to"
+            "SOURCE is a checkpoint, and TARGET may be a checkpoint or a file: give --to"
         )
     return "dcp"
 
@@ -125,7 +125,7 @@ def export(
     torch_type = getattr(torch, dtype, None) if dtype else None
     if dtype and not (isinstance(torch_type, torch.dtype) and torch_type.is_floating_point):
         raise typer.BadParameter(
-            f"torch has no floating-point type {dtype}: give one such as bfloat16",
+            f"torch has no floating-point type {dtype}: give a type such as bfloat16",
             param_hint="--dtype",
         )
     beneath = f"{prefix.rstrip('.')}." if prefix else ""
@@ -203,7 +203,7 @@ def _writing(call: Call, target: str, config: Config) -> Iterator[None]:
         with contextlib.suppress(CheckpointNotFoundError):
             kind_of(target, config=config)
             raise CheckpointExistsError(
-                "the target already exists, and overwrite is off: choose another, or give "
+                "the target already exists, and overwrite is off: choose another target, or give "
                 "--overwrite",
                 uri=target,
             )

@@ -64,7 +64,7 @@ def _print_notes(contents: "CheckpointContents", items: "tuple[StoredItem, ...]"
             f"{Size(nbytes)} of it is shared with {safe(uri)}, which must stay in the same folder."
         )
     if not contents.has_checksums:
-        print("The checkpoint has no checksums, because it was not saved by cloudckpt.")
+        print("The checkpoint has no checksums, as another program has saved it.")
     if contents.notes.step is not None:
         print(f"step {contents.notes.step}")
     for name, value in contents.notes.metrics.items():
@@ -107,7 +107,7 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
         print(", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts)) or "empty")
     if comparison.are_same is None:
         fail(
-            f"{counts['unknown']} entries can't be compared by their checksums, or have none",
+            f"{counts['unknown']} entries can't be compared by their checksums, so they may differ",
             _TROUBLE,
         )
     raise typer.Exit(_SAME if comparison.are_same else _DIFFERENT)

@@ -87,8 +87,8 @@ def together(wanted: bool | None) -> Iterator[Ranks]:
         set_group_timeout(_LONGEST, dist.group.WORLD)
     except (RuntimeError, ValueError) as exc:
         raise ProcessGroupError(
-            "the WORLD_SIZE ranks did not connect to each other: start the command on all of "
-            "them, or give --no-ranks",
+            "the ranks, whose number WORLD_SIZE gives, did not connect to each other: start the "
+            "command on all of them, or give --no-ranks",
             cause=exc,
         ) from exc
     prints = dist.get_rank() == 0

@@ -58,7 +58,7 @@ def _age(summary: CheckpointSummary | None) -> Moment | None:
 
 
 def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[CheckpointSummary]:
-    """Lists the checkpoints of a run given alone; of several locations, the checkpoints."""
+    """Returns the checkpoints of a single run, or those among several locations or patterns."""
     uris = [uri for location in locations for uri in finding.matching(location, call.config)]
     if uris == locations and len(uris) == 1:
         return cloudckpt.list_checkpoints(uris[0], step_name=step_name, config=call.config)
@@ -324,7 +324,7 @@ def _delete(
     delete: Callable[[Callable[[str], object]], object],
     what: str = "",
 ) -> None:
-    """Deletes checkpoints after a confirmation, and prints for each what has become of it.
+    """Deletes checkpoints after a confirmation, and prints for each whether it was deleted.
 
     Args:
         call: The options that all commands share.
@@ -360,7 +360,7 @@ def sweep(call: Call, run: str, *, older_than: str = "24h") -> None:
     age = seconds(older_than)
     leftovers = sweeping.find_leftovers(run, older_than=age, config=call.config)
     for uri in leftovers.unread:
-        say(f"{uri} is damaged, so everything in and beneath its folder is kept")
+        say(f"{uri} is damaged, so all in and beneath its folder is kept: restore or delete it")
     if not call.dry_run and (leftovers.objects or leftovers.uploads):
         objects = f"{len(leftovers.objects)} objects ({as_size(leftovers.nbytes)})"
         call.confirm(f"Delete {objects} and {len(leftovers.uploads)} uploads in {safe(run)}?")

@@ -43,10 +43,11 @@ class RetryPolicy(Options):
 
     Attributes:
         deadline: Seconds after its first failure during which a request is retried.
-        attempts: The most tries; None: as many as the deadline allows. This and the pauses have no
-            environment variables.
+        attempts: The most tries; None: as many as the deadline allows.
         base: The shortest pause, in seconds.
         cap: The longest pause, in seconds, unless the store asks for a longer one.
+
+    ``attempts``, ``base`` and ``cap`` have no environment variables.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_RETRY_"
@@ -60,11 +61,12 @@ class RetryPolicy(Options):
 
     def _check(self) -> None:
         least = self.attempts is None or self.attempts >= 1
-        require(least, f"retry attempts={self.attempts}: write at least 1, or None for no limit")
+        give = "write at least 1, or None for no limit"
+        require(least, f"RetryPolicy.attempts={self.attempts}: {give}")
         require(
             0 <= self.base <= self.cap and (self.cap > 0 or self.attempts is not None),
-            f"retry base={self.base}, cap={self.cap}: write 0 <= base <= cap, and give attempts "
-            "if both are 0",
+            f"RetryPolicy(base={self.base}, cap={self.cap}): write 0 <= base <= cap, and give "
+            "attempts if both are 0",
         )
 
 

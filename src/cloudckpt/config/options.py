@@ -13,7 +13,6 @@ import numbers
 import operator
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
@@ -78,9 +77,9 @@ class _Option:
         return f"{self.variable} or {self.default!r}"
 
     def type_and_words(self) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the type of the option's values, and other valid values such as ``auto`` or None.
+        """Returns the type of the option's values, and the single values that are valid as well.
 
-        The type is None if there are only such values.
+        These are words such as ``auto``, and None. If no other values are valid, the type is None.
         """
         hint = _hints_of(self.owner)[self.name]
         is_single = get_origin(hint) in (None, Annotated, Literal, tuple)
@@ -123,20 +122,21 @@ class _Option:
             value = _as_number(of, value)
         fits = isinstance(value, (int, float) if of is float else of)
         fits = fits and isinstance(value, bool) == (of is bool)
-        require(fits, f"{shown}: must be {_choices(of.__name__, words)}")
+        require(fits, f"{shown}: write a value of type {_choices(of.__name__, words)}")
         if of in (int, float):
             size = _size if kind == Bytes else str
-            limits = f"{size(self.least)} to {size(self.most)}"
+            limits = f"a value from {size(self.least)} to {size(self.most)}"
             if self.most == math.inf:
-                limits = f"at least {size(self.least)}"
+                limits = f"a value of at least {size(self.least)}"
             require(self.least <= value <= self.most, f"{shown}: write {limits}")
         return value
 
 
 def whole_number(value: object) -> int | None:
-    """Converts an integer of Python, numpy or torch (zero-dimensional) to int; others to None.
+    """Converts an integer of Python, numpy or torch (zero-dimensional) to int.
 
-    True is not an integer here, although Python's bool is an int, and neither is 5.0.
+    Returns:
+        The integer; None for all other values, also for True and 5.0.
     """
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
@@ -159,8 +159,8 @@ def _as_number(kind: type, value: Any) -> Any:
 class Options:
     """The base class of options, which are validated on construction.
 
-    An option that is not given is read from its environment variable at that moment; if that is
-    unset, it has its default.
+    An option that is not given is then read from its environment variable; if that is unset or
+    empty, the option has its default.
 
     Attributes:
         variables: The prefix of the environment variables.
@@ -181,7 +181,8 @@ class Options:
                 object.__setattr__(self, field.name, field.default.checked(value))
             elif field.default is MISSING:
                 kind: Any = field.default_factory
-                require(isinstance(value, kind), f"{field.name}={value!r}: must be {field.type}")
+                give = f"give a cloudckpt.{field.type}(...)"
+                require(isinstance(value, kind), f"{field.name}={value!r}: {give}")
         self._check()
 
     def _check(self) -> None:
@@ -209,7 +210,7 @@ def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
     """Checks that an endpoint is a plain URL, or None.
 
     Raises:
-        ConfigError: If it is another value; the message shows no password or signature.
+        ConfigError: If it is anything else; the message shows no password or signature.
     """
     if url is None:
         return
@@ -252,8 +253,7 @@ _READERS: dict[Any, Any] = {
 def _as_pairs(shown: str, value: Any) -> Pairs:
     """Converts a mapping or pairs to a hashable tuple of pairs of strings."""
     try:
-        pairs = value.items() if isinstance(value, Mapping) else value
-        return tuple((str(key), str(content)) for key, content in pairs)
+        return tuple((str(key), str(content)) for key, content in dict(value).items())
     except (TypeError, ValueError):
         raise ConfigError(f"{shown}: give a mapping or pairs of strings") from None
 

@@ -34,7 +34,7 @@ _POLICY = RetryPolicy(attempts=6, base=0.2, cap=1.0, deadline=10.0)
 _GRACE = 2.0  # seconds for an interrupted check to end
 _HOPELESS = (BucketNotFoundError, CredentialsError, TLSError)
 
-_REPORTED = "do what the message says; if the store itself failed, try again later"
+_REPORTED = "follow the advice in the message; if the store itself failed, try again later"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,6 @@ def warning(found: str, advice: str, values: Values | None = None) -> Finding:
 def failed(found: str, advice: str, values: Values | None = None) -> Finding:
     """Returns a finding of failure, and what to do about it."""
     return Finding(outcome="failed", found=found, advice=advice, values=values or {})
-
-
-def _failed_by(error: CloudCheckpointError, needs: str = "") -> Finding:
-    """Returns the finding for an error; `needs` is the permission that the check requires."""
-    is_denied = needs and isinstance(error, AccessDeniedError)
-    return failed(str(error), f"grant {needs}" if is_denied else _REPORTED)
 
 
 def skipped(found: str) -> Finding:
@@ -125,7 +119,8 @@ class Checks:
             check: The name of the check.
             call: The check.
             needs: The permission that it requires.
-            is_vital: Whether a lost connection makes later checks of the store pointless.
+            is_vital: Whether later checks of the store are pointless if no connection can be made,
+                or if it breaks.
             interrupt: Interrupts the network waits of threads, given their identifiers.
         """
         began = time.monotonic()
@@ -138,7 +133,8 @@ class Checks:
             except CloudCheckpointError as error:
                 is_lost = is_vital and isinstance(error, ConnectionLostError)
                 self.hopeless = self.hopeless or is_lost or isinstance(error, _HOPELESS)
-                found.append(_failed_by(error, needs))
+                is_denied = needs and isinstance(error, AccessDeniedError)
+                found.append(failed(str(error), f"grant {needs}" if is_denied else _REPORTED))
             except Exception as exc:  # noqa: BLE001 - one defect must not hide the other findings
                 found.append(failed(reason(exc), "this is a bug in cloudckpt: please report it"))
 
@@ -154,6 +150,8 @@ class Checks:
                 interrupt([thread.ident])
                 thread.join(_GRACE)
         if is_late:
+            is_lost = is_vital and all(isinstance(error, ConnectionLostError) for error in failures)
+            self.hopeless = self.hopeless or is_lost
             finding = failed(
                 "; ".join([f"not finished within {self._patience:g} s", *map(str, failures[-1:])]),
                 "check proxies, firewalls and routes to the store, or raise the limit (--patience)",
@@ -167,7 +165,7 @@ class Checks:
         finding = dataclasses.replace(
             finding,
             check=check,
-            found=masked(finding.found),
+            found=masked(finding.found.replace(" (try cloudckpt doctor)", "")),
             advice=masked(finding.advice),
             seconds=seconds,
         )

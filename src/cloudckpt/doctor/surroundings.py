@@ -39,7 +39,7 @@ def credentials(origin: Origin) -> Finding:
         return failed(f"{whose}; expired {_duration(-left)} ago", "renew them", values=values)
     whose = f"{whose}; valid for {_duration(left)}"
     if left < _SOON and "signature" in origin.source:  # all other credentials are renewed
-        return warning(whose, "a long job needs credentials that last longer", values=values)
+        return warning(whose, "for a long job use credentials that last longer", values=values)
     return ok(whose, values=values)
 
 

@@ -226,15 +226,14 @@ class Trials:
                 os.rmdir(folder)
         if not left:
             return ok("all test objects were deleted")
-        reasons = next(iter(left.values()))
         return failed(
-            f"{', '.join(map(store.uri, left))} can't be deleted: {reasons}",
+            f"{', '.join(map(store.uri, left))} can't be deleted: {next(iter(left.values()))}",
             f"delete the objects that begin with {self.start} yourself",
         )
 
     @property
     def _region(self) -> str:
-        """The region of the bucket, as far as it is known; empty where there are none."""
+        """The region of the bucket; empty if it is unknown, or the store has no regions."""
         return self._store.access.region if isinstance(self._store, RestStore) else ""
 
     def _first(self) -> ObjectInfo | None:

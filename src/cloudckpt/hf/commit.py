@@ -102,7 +102,8 @@ class ModelCommit:
         files: Sequence[FilePlan],
         older: Mapping[str, ObjectInfo],
     ) -> None:
-        """
+        """Opens the store of a model.
+
         Args:
             uri: The folder of the model.
             config: Options.
@@ -137,8 +138,8 @@ class ModelCommit:
         """
         if self._older and not self._config.overwrite:
             raise CheckpointExistsError(
-                "a model, or some of its files, already exist here and overwrite is off: delete "
-                "them, or save to another location",
+                "a model, or a part of one, already exists here, and overwrite is off: delete it, "
+                "or save to another location",
                 uri=str(self._uri),
             )
         trial, setting = trial_name(random_suffix()), self._config.conditional_writes
@@ -281,7 +282,8 @@ class ModelCommit:
             try:
                 self._delete_one(info, retrier)
             except CloudCheckpointError as error:
-                logger.warning("can't delete a file of a failed save; save again: %s", error)
+                text = "a file of a failed save can't be deleted before the next save: %s"
+                logger.warning(text, error)
 
         self._each([one for one in begun if one.info is None], FileUpload.abandon)
         self._each(made, delete)
@@ -295,7 +297,7 @@ class ModelCommit:
             current = self._retrier.call(lambda: self._store.head(key))
         if current != expected:
             raise PreconditionFailedError(
-                "another writer has changed, made or deleted this object since the save began",
+                "another writer has written or deleted this file since the save began; save again",
                 uri=self._store.uri(key),
                 certain=True,
             )
@@ -362,7 +364,7 @@ def _is_usual(name: str) -> bool:
 
 
 def _named_by(view: View) -> Iterable[str]:
-    """Returns the names of the files that an existing index names."""
+    """Returns the names of the files that the index lists; none if there is no valid index."""
     uri = view.location
     try:
         data = view.read(uri.key(INDEX), limit=MOST_INDEX_BYTES)

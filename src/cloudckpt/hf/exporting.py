@@ -100,8 +100,8 @@ def export_checkpoint(
         dtype: The type that floating-point tensors are converted to; None converts no tensor.
         fqn_to_file: The number of each tensor's file, from 1, instead of a division by
             ``max_shard_size``.
-        key_mapping: Returns the name in the model of a tensor of the checkpoint, or None to leave
-            the tensor out, as usual for ``optim.…``.
+        key_mapping: Called with the name of each tensor of the checkpoint; returns its name in the
+            model, or None to leave the tensor out, as usual for ``optim.…``.
         config: Options, for both locations.
 
     Raises:
@@ -220,7 +220,10 @@ class _Source:
 def _in_order(
     tensor: TensorPlan, chunks: Iterable[tuple[tuple[int, ...], StoredTensor | None]]
 ) -> list[StoredBytes] | None:
-    """Returns a tensor's stored bytes in the order of its rows; None if its chunks are not rows."""
+    """Returns a tensor's stored bytes in the order of its rows.
+
+    None if its chunks do not consist of whole rows, or are not stored in the type of the model.
+    """
     rows, elements = 0, list[StoredBytes]()
     for begin, stored in sorted(chunks, key=lambda chunk: chunk[0]):
         if stored is None or stored.dtype != tensor.dtype or any(begin[1:]):
@@ -378,7 +381,7 @@ def cut(
 
 
 def _checksum_of(planned: Range, store: ObjectStore) -> int | None:
-    """Returns a range's checksum by the store's algorithm; None without such block checksums."""
+    """Returns a range's checksum by the store's algorithm; None if its blocks have no such one."""
     blocks, algorithm = planned.source.blocks, store.capabilities.checksum
     if blocks is None or blocks.algorithm.name != algorithm.name:
         return None

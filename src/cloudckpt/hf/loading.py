@@ -309,7 +309,7 @@ class _ModelPlaces(Places):
         if index.fqn not in self._tensors or any(index.offset or ()):
             raise self._corrupt(
                 f"{index.fqn} has no shard at offsets {index.offset}: the model's files do not "
-                "fit its metadata; save the model again",
+                "match the metadata that the load was planned with; load or save the model again",
                 index.fqn,
             )
         return self._tensors[index.fqn]

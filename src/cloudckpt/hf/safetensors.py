@@ -260,9 +260,10 @@ def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
     try:
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as exc:
-        raise UnsupportedTensorError(
-            "the name of a tensor can't be encoded as UTF-8: rename it", cause=exc
-        ) from exc
+        bad = exc.object[exc.start]
+        name = ascii(next(name for name in (*metadata, *entries) if bad in name))
+        text = f"the tensor name {name} can't be encoded as UTF-8: rename the tensor"
+        raise UnsupportedTensorError(text, cause=exc) from exc
     length = aligned(LENGTH_BYTES + len(text), ALIGNMENT) - LENGTH_BYTES
     if length > MOST_HEADER_BYTES:
         raise UnsupportedTensorError(
@@ -286,10 +287,10 @@ def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) ->
     """
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     if len(first) < LENGTH_BYTES or not 2 <= length <= min(MOST_HEADER_BYTES, size - LENGTH_BYTES):
-        claim = f", and its header should have {length}" if len(first) >= LENGTH_BYTES else ""
+        claim = f", of which {length} should be its header" if len(first) >= LENGTH_BYTES else ""
         raise CheckpointCorruptError(
-            f"not a safetensors file, or truncated: it has {size} bytes{claim}. Download or save "
-            "it again",
+            f"this is not a safetensors file, or it is truncated: it has {size} bytes{claim}; "
+            "download or save it again",
             uri=uri,
         )
     return length
@@ -327,7 +328,7 @@ def parse_header(
         )
     except ValueError as exc:
         raise CheckpointCorruptError(
-            f"the header of the safetensors file is invalid: {exc}. Download or save the file "
+            f"the header of the safetensors file is invalid: {exc}; download or save the file "
             "again",
             uri=uri,
         ) from exc
@@ -375,7 +376,7 @@ def parse_index(data: bytes | bytearray, uri: str) -> dict[str, str]:
         _expect(_is_texts(files), "weight_map does not map names of tensors to names of files")
     except ValueError as exc:
         raise CheckpointCorruptError(
-            f"the index of the model is invalid: {exc}. Download or save it again", uri=uri
+            f"the index of the model is invalid: {exc}; download or save the model again", uri=uri
         ) from exc
     assert isinstance(files, dict)
     for name in set(files.values()):
@@ -421,8 +422,8 @@ def _tensor(name: str, entry: Any, first: int, file: ObjectInfo, uri: str) -> St
     _expect(start <= stop <= file.size - first, f"{name} lies outside of the file")
     if not isinstance(dtype_name, str) or dtype_name not in _TYPES:
         raise UnsupportedTensorError(
-            f"{name} has the unknown element type {dtype_name!r}: read the file with another "
-            "library, and save this tensor with another type",
+            f"{name} has the element type {dtype_name!r}, which cloudckpt does not know: read the "
+            "file with another library, and save this tensor with another type",
             uri=uri,
             item=name,
         )

@@ -29,13 +29,7 @@ from cloudckpt.dcp.writer import OurWriter
 from cloudckpt.errors import IncompleteSaveError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.events import Span, Transferred
 from cloudckpt.hf.commit import ModelCommit, find_older_model, model_location
-from cloudckpt.hf.safetensors import (
-    Chunk,
-    TensorPlan,
-    bytes_of_size,
-    plan_files,
-    type_name,
-)
+from cloudckpt.hf.safetensors import Chunk, TensorPlan, bytes_of_size, plan_files, type_name
 from cloudckpt.hf.sending import RankWork, plan_work, send_work
 from cloudckpt.stores.base import ObjectInfo, Upload
 from cloudckpt.transfer.memory import PLAIN, memory_of, settled
@@ -155,7 +149,8 @@ class SafetensorsWriter(OurWriter):
         process_group: dist.ProcessGroup | None = None,
         planner: SavePlanner | None = None,
     ) -> None:
-        """
+        """Prepares to write a model; sends no request.
+
         Args:
             checkpoint_id: The folder of the model.
             max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or
@@ -297,7 +292,7 @@ class SafetensorsWriter(OurWriter):
 
 
 def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
-    """Returns, for each tensor with elements on this rank, the first name of the same memory."""
+    """Returns the first name of the same memory, for each tensor with elements on this rank."""
     memory: dict[str, list[Any]] = {}
     for item in plan.items if planner is not None else ():
         assert planner is not None
@@ -360,7 +355,7 @@ def _tensors(
         # planners refuse shards that overlap, but accept gaps if a rank saves alone
         if elements != math.prod(shape):
             raise IncompleteSaveError(
-                f"the shards of {name} have {elements} elements, and the tensor "
+                f"the shards of {name} have {elements} elements, but the whole tensor has "
                 f"{math.prod(shape)}: save on all ranks that have parts of it, and each part once",
                 item=name,
             )

@@ -67,14 +67,17 @@ class Extent:
 
 
 class Round(NamedTuple):
-    """A rank's part in a round: the extent that it sends, and the chunks that other ranks get."""
+    """A rank's part in a round: the extent that it sends, and the chunks that it gives to others.
+
+    Without an extent to send, it is None. Each chunk has the number of the rank that gets it.
+    """
 
     extent: Extent | None
     gives: list[tuple[int, Chunk]]
 
 
 class RankWork(NamedTuple):
-    """What a rank sends: in rounds with the other ranks, and afterwards by itself."""
+    """The extents that a rank sends: in rounds with the other ranks, and afterwards by itself."""
 
     rounds: list[Round]
     extents: list[Extent]
@@ -154,7 +157,7 @@ def _sender(content: Sequence[bytes | TensorPlan], load: Sequence[int]) -> int:
 
 
 def _cut(file: FilePlan, least: int) -> Iterator[list[bytes | TensorPlan]]:
-    """Cuts a file at the borders of shards into extents of ``least`` bytes, except the last."""
+    """Cuts a file into extents at the borders of shards; all but the last have ``least`` bytes."""
     content: list[bytes | TensorPlan] = [file.header]
     nbytes = len(file.header)
     for one in (one for tensor in file.tensors for one in _ranges(tensor)):
@@ -293,7 +296,8 @@ def send_work(
         group: The ranks, or None if this process is alone.
 
     Raises:
-        BaseException: If this rank failed to send its share, or to hand over what others send.
+        BaseException: The failure of this rank to send its share, or to hand over chunks that other
+            ranks send.
     """
     tasks = transfer_group(store, config, "out")
     extents = [*work.extents, *(one.extent for one in work.rounds if one.extent is not None)]

@@ -1,1 +1,1 @@
-"""Object stores: the interface (``base``), and one module for each kind of store."""
+"""Object stores: the interface (``base``), and a module or package for each kind of store."""

@@ -57,7 +57,7 @@ class Retry(Protocol):
 
 
 def once(request: Callable[[], T], /) -> T:
-    """Calls a request without retries."""
+    """Calls a request without retries, and returns its result."""
     return request()
 
 
@@ -69,15 +69,17 @@ class ObjectInfo:
         key: The key in the bucket.
         size: Bytes.
         version: An opaque identifier that changes when the object is replaced (ETag, generation).
-        checksum: The checksum of the bytes, by ``capabilities.checksum``, if the store reported it.
+        checksum: The checksum of the bytes, by ``capabilities.checksum``; None if the store did not
+            report it.
         modified: The time of the last write, in seconds since 1970 by the store's clock; set by
             listings, ``head`` and ``get_range``. Some stores report whole seconds only.
         attempt: The name of the write that made the object, see :meth:`ObjectStore.put`; set by
             ``head``. Empty if the object has none, or the store keeps none.
         arrived: The time when a local file appeared under its name, in seconds since 1970, which
             may be later than ``modified``: a copied file may keep the time of the original.
-        answered: The time of the response that this comes from, in whole seconds since 1970 by the
-            store's clock; set by ``head`` and ``get_range`` of object stores, None for local files.
+        answered: The time of the response that described the object, in whole seconds since 1970 by
+            the store's clock; set by ``head`` and ``get_range`` of object stores, None for local
+            files.
     """
 
     key: str
@@ -87,7 +89,6 @@ class ObjectInfo:
     modified: float | None = field(default=None, compare=False)
     attempt: str = field(default="", compare=False)
     arrived: float | None = field(default=None, compare=False)
-
     answered: float | None = field(default=None, compare=False)
 
     @property
@@ -106,7 +107,8 @@ class Upload:
         key: The key that the object will have.
         id: The store's identifier of this upload.
         part_size: Bytes of every part but the last.
-        began: When it began, in seconds since 1970 by the store's clock, if a listing reports it.
+        began: When it began, in seconds since 1970 by the store's clock; None unless a listing
+            reports it.
         is_ours: Whether the id shows that cloudckpt began the upload, whatever its key; always
             False where the store chooses the id.
         attempt: The name of the write, which `create_upload` chooses and the object will keep.
@@ -175,10 +177,13 @@ class RangeReader(ABC):
         """
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
-        """Returns the bytes that each thread's connection has moved since the last call.
+        """Returns how many bytes each thread's connection has moved since the last call.
 
-        Requests under way are included. None if bytes are not counted: then the effect of adding
-        connections can't be measured.
+        Requests under way are included. The result is None if bytes are not counted: then the
+        effect of adding connections can't be measured.
+
+        Args:
+            threads: The identifiers of the threads.
         """
         return None
 
@@ -311,11 +316,14 @@ class ObjectStore(RangeReader):
         start: int,
         stop: int,
     ) -> Part:
-        """Copies bytes of an object, from `start` to before `stop`, into a part; see `copy`."""
+        """Has the store copy an object's bytes, from `start` to before `stop`, into a part.
+
+        The other arguments and the errors are those of `copy` and `put_part`.
+        """
         raise self._makes_no_copies(upload.key)
 
     def _makes_no_copies(self, key: str) -> InvalidRequestError:
-        text = "the store can't copy objects by itself"
+        text = "the store can't copy objects by itself; copy them through this machine"
         return InvalidRequestError(text, uri=self.uri(key), certain=True)
 
     @abstractmethod

@@ -44,7 +44,7 @@ class Origin:
 
     Attributes:
         source: The origin, such as ``the environment (AWS_ACCESS_KEY_ID)``.
-        identity: The owner as far as known: an account, or the end of an access key's id.
+        identity: The owner: an account, or the end of an access key's id; empty if unknown.
         ends: The expiry, in seconds since 1970; None if there is none or it is unknown.
     """
 
@@ -97,7 +97,7 @@ _LONGEST_WAIT = 120.0  # seconds to wait for another thread that looks credentia
 
 
 class SharedCall(Generic[T]):
-    """A call that one thread makes for all threads that ask meanwhile; they share its outcome.
+    """A call that one thread at a time makes; threads that ask meanwhile share its outcome.
 
     The sources of credentials are slow, and refuse many requests at once. If each thread asked in
     turn, the last one would wait far beyond the deadline of its request.
@@ -118,7 +118,7 @@ class SharedCall(Generic[T]):
         """
         asked = time.monotonic()
         if not self._lock.acquire(timeout=_LONGEST_WAIT):
-            text = f"no credentials within {_LONGEST_WAIT:g} s; check the service that issues them"
+            text = f"no credentials came in {_LONGEST_WAIT:g} s; check the service that issues them"
             raise ConnectionLostError(text, certain=True)
         try:
             if self._ended <= asked:
@@ -194,7 +194,7 @@ class Credentials:
         if isinstance(error, CredentialsError):
             self._has_failed = True
             if self._were_issued:
-                text = "the credentials can't be renewed at the moment; check what issues them"
+                text = "the credentials can't be renewed now; check the service that issues them"
                 error = ConnectionLostError(text, uri=error.uri, cause=error, certain=True)
         raise error
 
@@ -252,7 +252,7 @@ def fetch_error(
         error.uri, error.cause = uri, text_of(exc)
         return error
     if is_transient(exc):
-        text = f"the {whose} credentials can't be fetched at the moment; check what issues them"
+        text = f"the {whose} credentials can't be fetched now; check the service that issues them"
         return ConnectionLostError(text, uri=uri, cause=text_of(exc), certain=True)
     text = f"the {whose} credentials can't be used; see the cause, and correct or renew them"
     return CredentialsError(text, uri=uri, cause=text_of(exc), certain=True)

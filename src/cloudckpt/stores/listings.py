@@ -37,8 +37,8 @@ def forget_listings() -> None:
             waiting += vars(item).get("_cache", {}).values() if names & _PROTOCOLS else ()
         except Exception as error:  # noqa: BLE001 - another library must not make a save fail
             logger.warning(
-                "fsspec's cached listings of %s could not be cleared, and may be out of date: call "
-                "its invalidate_cache() before you list: %r",
+                "fsspec's cached listings of %s may be out of date, as clearing them failed (%r): "
+                "call its invalidate_cache() before you list",
                 getattr(item, "__name__", type(item).__name__),
                 error,
             )

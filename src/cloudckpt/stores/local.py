@@ -211,8 +211,8 @@ class LocalStore(ObjectStore):
         with self._opened(key, if_version) as (file, info):
             if start + nbytes(into) > info.size:
                 raise RangeNotSatisfiableError(
-                    f"the range ends at byte {start + nbytes(into)}, but the file has only "
-                    f"{info.size} bytes",
+                    f"the file has only {info.size} bytes, and {start + nbytes(into)} are needed: "
+                    "it was truncated or replaced; restore it",
                     uri=self.uri(key),
                 )
             self._fill(key, file, start, into, progress)
@@ -227,9 +227,8 @@ class LocalStore(ObjectStore):
             try:
                 info = self._described(key, os.fstat(file))
                 if if_version is not None and info.version != if_version:
-                    raise PreconditionFailedError(
-                        "the file was replaced after its version was read", uri=self.uri(key)
-                    )
+                    why = "another writer has replaced the file; read it again"
+                    raise PreconditionFailedError(why, uri=self.uri(key))
                 yield file, info
             finally:
                 os.close(file)
@@ -238,9 +237,8 @@ class LocalStore(ObjectStore):
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(key)
         if not stat.S_ISREG(found.st_mode):
-            raise InvalidRequestError(
-                "this is a pipe, device or socket, not a file", uri=self.uri(key), certain=True
-            )
+            why = "this is a pipe, device or socket, not a file; give the path of a file"
+            raise InvalidRequestError(why, uri=self.uri(key), certain=True)
         return _info(key, found)
 
     def _fill(
@@ -259,15 +257,14 @@ class LocalStore(ObjectStore):
                 if exc.errno != errno.ESTALE:
                     raise
                 raise ConnectionLostError(  # NFS: a retry opens the file again, or finds it missing
-                    "the file was removed or replaced by another machine while it was read",
+                    "another machine has removed or replaced the file; read it again",
                     received=done,
                     uri=self.uri(key),
                     cause=exc,
                 ) from exc
             if count == 0:
-                raise ConnectionLostError(
-                    "the file was shortened while it was read", received=done, uri=self.uri(key)
-                )
+                why = "another program has shortened the file while it was read; restore it"
+                raise ConnectionLostError(why, received=done, uri=self.uri(key))
             done += count
             rest = skip(rest, count)
             if progress is not None:
@@ -306,7 +303,7 @@ class LocalStore(ObjectStore):
             with locked(Path(key).parent):
                 if self._version(key) not in (None, if_version):
                     raise PreconditionFailedError(
-                        "the file was replaced after its version was read",
+                        "another writer has replaced the file, so it was not deleted",
                         uri=self.uri(key),
                         certain=True,
                     )
@@ -340,8 +337,8 @@ class LocalStore(ObjectStore):
                 with locked(Path(key).parent):
                     if if_version and self._version(key) != if_version:
                         raise PreconditionFailedError(
-                            "the file was replaced or deleted after its version was read; read it "
-                            "again before you write",
+                            "another writer has replaced or deleted the file, so it was not "
+                            "written; read it again before you write",
                             uri=self.uri(key),
                             certain=True,
                         )
@@ -405,7 +402,9 @@ class LocalStore(ObjectStore):
                     return
                 if isinstance(exc, FileExistsError):
                     raise PreconditionFailedError(
-                        "the file already exists", uri=self.uri(key), certain=True
+                        "the file exists already, so it was not replaced",
+                        uri=self.uri(key),
+                        certain=True,
                     ) from exc
             raise InvalidRequestError(
                 "the file system did not confirm that the file exists under its name; check "
@@ -434,7 +433,7 @@ class LocalStore(ObjectStore):
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:
             raise ObjectNotFoundError(
-                "the file does not exist", uri=self.uri(key), certain=True
+                "there is no such file; check the location", uri=self.uri(key), certain=True
             ) from exc
         except PermissionError as exc:
             raise AccessDeniedError(
@@ -456,7 +455,7 @@ class LocalStore(ObjectStore):
             raise InvalidRequestError(
                 "the process or the machine has too many open files; raise the limit (ulimit -n)"
                 if has_limit
-                else "the operation of the file system failed; see the cause",
+                else "the file system reported an error: see the cause, and check disk and mount",
                 uri=self.uri(key),
                 cause=exc,
                 certain=True,

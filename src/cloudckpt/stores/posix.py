@@ -94,7 +94,7 @@ def _warn_left_out(folder: str) -> None:
     """Logs, once per process, that listings leave out symbolic links to folders in this folder."""
     logger.warning(
         "%s contains symbolic links to folders, which listings leave out. Load checkpoints in them "
-        "by their own URIs; to have them listed, mount or move their folders here",
+        "by their own URIs; to have them listed, replace the links by the folders or by mounts",
         folder,
     )
 
@@ -130,8 +130,8 @@ def make_folder(folder: Path) -> None:
             folder.mkdir(exist_ok=True)
         except FileExistsError as exc:
             raise InvalidRequestError(
-                "a file, or a symbolic link to nothing, has the name of this folder; choose "
-                "another location",
+                "a file, or a symbolic link to a missing path, has the name of this folder; "
+                "choose another location",
                 uri=folder.as_uri(),
                 cause=exc,
                 certain=True,

@@ -15,7 +15,7 @@ from cloudckpt.errors import StoreError
 from cloudckpt.stores.redaction import excerpt
 from cloudckpt.stores.rest import http_date
 
-__all__ = ["DAMAGED", "Meaning", "Refusal", "kind_of", "refusal", "retry_after"]
+__all__ = ["DAMAGED", "NO_UPLOAD", "Meaning", "Refusal", "kind_of", "refusal", "retry_after"]
 
 
 class Meaning(NamedTuple):
@@ -42,6 +42,8 @@ class Meaning(NamedTuple):
 
 DAMAGED = "the store received damaged or incomplete bytes; check the network and its proxies"
 """The message for a body that does not match its checksum or length."""
+NO_UPLOAD = "the upload does not exist any more: it was completed or aborted; save again"
+"""The message for a multipart upload that the store does not know."""
 
 _CODE = re.compile(r"[A-Za-z][\w.]{0,99}")
 _REQUEST_IDS = ("x-amz-request-id", "x-amz-id-2", "x-guploader-uploadid", "x-ms-request-id")
@@ -55,13 +57,13 @@ _TEXTS: Mapping[type[StoreError], str] = {
     ),
     errors.ClockError: "this machine's clock is wrong by minutes; set it by NTP",
     errors.CredentialsError: "the store does not accept these credentials; correct or renew them",
-    errors.InvalidRequestError: "the store rejected the request; see the code in the cause",
-    errors.ObjectNotFoundError: "the object does not exist",
+    errors.InvalidRequestError: "the store rejects the request; see its error code in the cause",
+    errors.ObjectNotFoundError: "there is no such object; check the location",
     errors.PreconditionFailedError: (
         "the condition of the request does not hold: the object exists already, or was replaced or "
         "deleted after its version was read; read it again before you write"
     ),
-    errors.RangeNotSatisfiableError: "the object ends before the requested range",
+    errors.RangeNotSatisfiableError: "the object is shorter than the requested range; restore it",
     errors.ServerError: "the store reports a temporary failure; try again later",
     errors.StorageFullError: (
         "the disks of the store or a quota are full; free space, or raise the quota"
@@ -110,7 +112,8 @@ class Refusal(NamedTuple):
         code: The error code in the vendor's format; empty if the response has none.
         words: Further texts of the response, for the message.
         alias: The error code to look up in place of a misleading `code`; empty if it is right.
-        is_foreign: Whether every store of this vendor would put an error code into such a response.
+        is_foreign: Whether a response such as this, if it has no error code, can't come from a
+            store of this vendor.
         permission: The permission without which the vendor denies reads of missing objects.
     """
 
@@ -151,9 +154,9 @@ def refusal(
     if status == 404 and response.is_foreign and not _CODE.fullmatch(code):
         foreign = errors.ServerError(
             "a proxy or a gateway has answered in place of the store; check the endpoint and the "
-            "proxy (cloudckpt doctor)",
+            "proxy (try cloudckpt doctor)",
             uri=uri,
-            cause=f"{action}: HTTP {status} without an error code of the store",
+            cause=f"{action}: HTTP {status}, without an error code of the store",
         )
         foreign.status = status
         return foreign

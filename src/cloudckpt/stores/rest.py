@@ -144,7 +144,10 @@ class RestStore(ObjectStore):
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]
     ) -> contextlib.AbstractContextManager[Reply]:
-        """Sends a GET for an object's content, of `if_version` if given; yields the response."""
+        """Sends a GET for an object's content; yields the response.
+
+        If `if_version` is given, the request is refused for any other version.
+        """
         if if_version:
             headers = {**headers, "If-Match": if_version}
         return self.exchange("GET", self.object_url(key), headers, key=key)
@@ -166,7 +169,8 @@ class RestStore(ObjectStore):
             return tag
         uri, missing = self.uri(key), "the response has no ETag or generation"
         if self._sends_versions:
-            raise ConnectionLostError(f"{missing}, unlike others; check the proxy", uri=uri)
+            why = f"{missing}, unlike other responses of this store; check the proxy"
+            raise ConnectionLostError(why, uri=uri)
         raise StoreError(
             f"{missing}, without which a replaced checkpoint can't be detected: use a store that "
             "sends it, or configure the proxy on the way not to remove it",
@@ -255,7 +259,7 @@ class RestStore(ObjectStore):
         """
         if not {".", ".."}.isdisjoint(key.split("/")):
             raise InvalidRequestError(
-                "a key can't contain the segments '.' and '..': choose another name", certain=True
+                "a name can't contain the segments '.' and '..': choose another", certain=True
             )
         size, given = sum(map(len, body)), dict(headers)
         if body or method in ("PUT", "POST"):
@@ -338,8 +342,8 @@ class RestStore(ObjectStore):
             if marks is not None and (not any(marks) or marks in begun):
                 named = "an earlier page as the next one" if any(marks) else "no next page"
                 raise ServerError(
-                    f"the listing would never end: the store names {named}, although it says that "
-                    "more entries follow; check the endpoint and the store",
+                    "the listing can't be completed: the store says that more entries follow, but "
+                    f"names {named}; check the endpoint and the store",
                     uri=self.uri(prefix),
                 )
             yield page
@@ -373,7 +377,7 @@ class RestStore(ObjectStore):
             if if_version is None:
                 raise
             raise PreconditionFailedError(
-                "the object to be replaced was deleted after its version was read; to create it "
+                "another writer has deleted the object that should be replaced; to create it "
                 "again, write without if_version=",
                 uri=self.uri(key),
                 cause=error,
@@ -403,7 +407,7 @@ class RestStore(ObjectStore):
         url: str,
         headers: Mapping[str, str],
     ) -> tuple[str | None, int | None]:
-        """Sends a PUT that copies an object; returns the ETag and the checksum in the response."""
+        """Sends a PUT that copies an object; returns the copy's ETag and checksum, if any."""
         raise NotImplementedError
 
     def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
@@ -478,7 +482,7 @@ class RestStore(ObjectStore):
                 return
             if found.version != if_version:
                 raise PreconditionFailedError(
-                    "the object was replaced after its version was read",
+                    "another writer has replaced the object, so it was not deleted",
                     uri=self.uri(key),
                     certain=True,
                 )

@@ -148,7 +148,7 @@ class XmlStore(RestStore):
         with self.exchange("POST", url, headers, key=key) as reply:
             upload_id = text(unqualified(reply.read_all()), "UploadId")
         if not upload_id:
-            why = "the multipart upload has no ID in the response; check the endpoint and the proxy"
+            why = "the response names no ID of the new upload; check the endpoint and the proxy"
             raise ServerError(why, uri=self.uri(key))
         return Upload(key, upload_id, part_size, attempt=attempt)
 
@@ -185,7 +185,8 @@ class XmlStore(RestStore):
             root = result_of(self, reply, "POST", self.uri(upload.key))
             tag = text(root, "ETag")
             if not tag and root.tag not in ("", "CompleteMultipartUploadResult"):
-                raise ServerError("the response does not confirm that the upload was completed")
+                why = "the response does not confirm that the upload is complete; check the proxy"
+                raise ServerError(why)
             return tag, reply.headers
 
     def _completion(self, parts: Sequence[Part]) -> bytes:

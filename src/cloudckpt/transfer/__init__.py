@@ -1,1 +1,1 @@
-"""Transfers: pure plans of parts and ranges, and the engine that carries them out."""
+"""Moves bytes in parallel: plans of parts and ranges, and the code that carries them out."""

@@ -32,16 +32,16 @@ _LONGEST_START = 0.5
 """Seconds after which new lanes count as started: connecting by TLS takes time."""
 
 _CLEAR = 0.05
-"""Seconds of measurement for a clear gain: most of what the additional lanes could contribute."""
+"""Seconds of measurement after which a clear gain counts: most of what added lanes could add."""
 
 _LOOK = 0.3
-"""Seconds of measurement for any other gain; the second one decides, as TCP starts slowly."""
+"""Seconds of measurement for any other gain; the second time decides, as TCP starts slowly."""
 
 _GAIN = 1.08
 """The factor by which the rate must rise for additional lanes to be kept."""
 
 _SPARE = 1.1
-"""The factor of lanes to keep above the number that just reaches the limit."""
+"""How many times as many lanes are kept as would just reach the limit."""
 
 _SLOWER = 0.6
 """The share of a lane's earlier rate below which the transfer is limited by something else."""
@@ -151,7 +151,7 @@ class _Window:
 
 
 class LaneSearch:
-    """Searches for the best number of lanes of one transfer while it runs, without a clock.
+    """Searches for the best number of lanes while a transfer runs, from measurements passed to it.
 
     Attributes:
         lanes: The number of lanes that should be in use now.
@@ -182,8 +182,8 @@ class LaneSearch:
     def found(self) -> int:
         """The number of lanes that have proven useful.
 
-        Lanes on trial count only if the previous trial was a clear gain and nothing speaks against
-        them yet: a short transfer ends in the middle of a trial.
+        Lanes on trial count only if the previous trial was a clear gain, and this trial has no
+        result yet: a short transfer ends in the middle of a trial.
         """
         if self._before is None:
             return self.lanes

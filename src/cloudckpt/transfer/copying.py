@@ -71,10 +71,9 @@ def relay(
     moved: Callable[[int], None],
     arrived: Callable[[CopyTask], None],
 ) -> None:
-    """Copies objects from one store to another; on return all copies are complete.
+    """Copies objects from one store to another, and verifies those whose checksum is known.
 
-    They are verified as well, where a checksum is known.
-
+    On return, all copies are complete.
     Each part is received into memory and sent from there by one thread; several threads share
     `memory_budget` bytes, or the size of two parts if that is more. The received bytes are compared
     with the object's checksum before the copy is completed. Copies that the target store makes by
@@ -270,7 +269,7 @@ class _Comparison:
 def _mismatch(uri: str) -> MismatchError:
     what = "does not match its checksum"
     return MismatchError(
-        f"the copied object {what}, so the copy was discarded: run cloudckpt verify on the source",
+        f"the object {what}, so its copy was discarded: check the source with cloudckpt verify",
         uri=uri,
         damages=[Damage(uri, "", what)],
     )

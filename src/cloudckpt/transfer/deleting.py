@@ -35,8 +35,8 @@ def delete_each(
 
     Args:
         store: The store.
-        wanted: The keys of objects, or uploads. A repeated one counts once; a missing one is not a
-            failure.
+        wanted: The keys of objects, or uploads. Repeated ones are deleted once; that an object is
+            missing is not a failure.
         policy: How often and how long to retry.
         threads: The most requests at a time.
     """
@@ -86,17 +86,14 @@ def delete_quietly(
 
     A failure loses nothing, and must not hide another error or undo a commit.
     """
+    few = Retrier.for_cleanup(policy).policy
     try:
-        left = delete_each(store, keys, Retrier.for_cleanup(policy).policy, threads=threads)
+        delete_all(store, keys, few, threads=threads, what="objects")
     except Exception as error:  # noqa: BLE001 - see above
-        logger.warning("unneeded objects could not be deleted: %s (they only take up space)", error)
-        return
-    if left:
-        reason = next(iter(left.values()))
         logger.warning(
-            "%d unneeded objects could not be deleted: %s (they only take up space)",
-            len(left),
-            reason,
+            "unneeded objects could not be deleted; they only take up space, until you delete "
+            "them, for example with cloudckpt sweep: %s",
+            error,
         )
 
 

@@ -209,7 +209,8 @@ class Receiver:
     ) -> CheckpointCorruptError:
         uri = self._store.uri(key)
         return CheckpointCorruptError(
-            f"{what}: was the checkpoint deleted or overwritten meanwhile? Load another one",
+            f"{what}: the checkpoint is damaged, or was deleted or overwritten meanwhile; load "
+            "another checkpoint",
             uri=uri,
             item=item,
             cause=cause,
@@ -306,7 +307,7 @@ class Download:
         if not (bad := self._verify(plan)):
             return
         uri = bad[0].object
-        logger.warning("%s: read again, because the checksum of %s did not match", uri, bad[0].item)
+        logger.warning("%s: the checksum of %s did not match; reading it again", uri, bad[0].item)
         self._receive(request, views)
         if bad := self._verify(plan):
             first, others = bad[0], f" (and {len(bad) - 1} more blocks)" if bad[1:] else ""

@@ -40,7 +40,8 @@ class Cancellation:
     def check(self) -> None:
         """Raises TransferCancelledError once cancelled."""
         if self._event.is_set():
-            raise TransferCancelledError("stopped: another transfer failed, or an interrupt came")
+            why = "the transfer was stopped by the failure of another transfer, or by an interrupt"
+            raise TransferCancelledError(why)
 
     def wait(self, seconds: float) -> None:
         """Sleeps for `seconds`; raises TransferCancelledError as soon as cancelled."""

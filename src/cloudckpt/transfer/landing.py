@@ -69,7 +69,7 @@ class BytesSink(Sink):
             except (OSError, OverflowError, ValueError) as error:
                 raise MemoryError(
                     f"{nbytes} bytes of memory could not be allocated for a value of the "
-                    "checkpoint: free memory; if the size can't be right, load another checkpoint"
+                    "checkpoint: free memory; or, if that size is wrong, load another checkpoint"
                 ) from error
         super().__init__(memoryview(self.data))
 

@@ -95,7 +95,10 @@ def why_not_filled(tensor: torch.Tensor) -> str:
 
 
 def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Returns whether elements may share memory: if a stride is less than inner dimensions span."""
+    """Returns whether a tensor's elements may share memory.
+
+    They may if a dimension's stride is less than what the dimensions of smaller strides span.
+    """
     steps = sorted((s, size) for s, size in zip(strides, shape, strict=True) if size > 1)
     return any(
         step < reach([size for _, size in steps[:n]], [s for s, _ in steps[:n]])

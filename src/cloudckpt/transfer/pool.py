@@ -78,9 +78,9 @@ class MemoryPool:
     def allocate(self, nbytes: int, *, pinned: bool) -> tuple[Any, memoryview]:
         """Allocates a block; returns the object that owns its memory, and a view of it.
 
-        `pinned` is ignored here: a derived class may page-lock the memory. It is a mapping of its
-        own, which returns to the system once unused: malloc would keep memory freed by one thread
-        from other threads and from the system.
+        `pinned` is ignored here: a derived class may page-lock the memory. The memory is a mapping
+        of its own, which returns to the system once unused: malloc would keep memory freed by one
+        thread from other threads and from the system.
         """
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return mapped, memoryview(mapped)

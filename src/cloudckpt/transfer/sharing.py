@@ -198,7 +198,8 @@ class RingAllgather:
         requests: Sequence[Sequence[Segment]],
         budget: int,
     ) -> None:
-        """
+        """Prepares this rank's part, and allocates the memory to report a failure.
+
         Args:
             download: Fetches and delivers the requests.
             ring: The ranks.
@@ -206,7 +207,7 @@ class RingAllgather:
             budget: The bytes of requests that this rank may hold in memory at a time.
 
         Raises:
-            MemoryError: If there is no memory to begin with; the other ranks do not learn of it.
+            MemoryError: If this memory can't be allocated; the other ranks do not learn of it.
         """
         self._download = download
         self._ring = ring
@@ -230,8 +231,8 @@ class RingAllgather:
         Call it in :meth:`Shared.carry_out`, on all ranks of the ring, even on those that failed.
 
         Raises:
-            TransferCancelledError: If this or another rank has failed; if this rank, ``download``
-                raises the reason.
+            TransferCancelledError: If this or another rank has failed. If this rank has failed,
+                ``download`` raises the cause.
             RuntimeError: If the ranks lost each other.
         """
         for _ in range(self._ahead):
@@ -243,7 +244,8 @@ class RingAllgather:
         if self._lost is not None:
             raise self._lost
         if self._has_failed():
-            raise TransferCancelledError("cancelled, because the load failed on a rank")
+            why = "cancelled, because the load failed on a rank; see the error of that rank"
+            raise TransferCancelledError(why)
 
     def _fetch_next(self) -> None:
         number = next(self._own, None)

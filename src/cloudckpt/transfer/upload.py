@@ -312,8 +312,8 @@ class NamedUpload(ObjectUpload):
 
     def _abort_twins(self) -> None:
         logger.warning(
-            "%s: the store did not answer the request to begin an upload; an empty upload may be "
-            "left: %s",
+            "%s: the store did not answer the request to begin an upload, so an empty upload may "
+            "be left: %s",
             self._store.uri(self.key),
             self._leftover_advice,
         )
@@ -393,5 +393,5 @@ def written(store: ObjectStore, key: str, attempt: str, policy: RetryPolicy) -> 
     try:
         return Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
     except StoreError as error:
-        logger.warning("whether the upload took place can't be determined: %s", error)
+        logger.warning("can't check whether the upload took place, as a read failed: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""Read requests to a store, as the operations on runs need them."""
+"""Reads and lists objects with retries, for the functions about runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cloudckpt.uri import CheckpointURI
 __all__ = ["AT_FIRST", "View"]
 
 AT_FIRST = 1000
-"""Number of entries of a level that are requested at first: one page, in every store."""
+"""The most entries that :meth:`View.level` returns: one page, in every store."""
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -187,7 +187,7 @@ class Secret(ABC):
     Attributes:
         kind: The type of the secret in words, for messages.
         secret: The secret.
-        ends: When it expires, in seconds since 1970, if that is known.
+        ends: When it expires, in seconds since 1970; None if that is unknown.
     """
 
     kind: str
@@ -233,8 +233,8 @@ class _Tokens:
     """Access tokens of Microsoft Entra ID, which azure-identity fetches.
 
     One thread at a time asks for a token: the source may be a slow program (``az``), or fail to
-    respond. Meanwhile, and if the renewal fails, the previous token is used while it is valid,
-    which is half a day with a managed identity.
+    respond. Meanwhile, and if the renewal fails, the previous token is used as long as it is valid:
+    half a day with a managed identity.
     """
 
     def __init__(self, config: Config, uri: str, note: str, errors: Errors) -> None:
@@ -400,7 +400,11 @@ def _first(variables: tuple[str, ...]) -> str:
 
 
 def _locate(host: str, config: Config, given: _Given, uri: str) -> tuple[str, str]:
-    """Returns endpoint and account as the URI, else the options, else the environment name them."""
+    """Returns the endpoint and the account: from the URI, else the options, else the environment.
+
+    Raises:
+        ConfigError: If none of them names an account, or the account's name is not valid.
+    """
     options = config.azure
     if host:
         return f"https://{host}", _account_of(f"https://{host}")
@@ -439,7 +443,10 @@ def _account_of(endpoint: str) -> str:
 
 
 def _are_together(one: str, other: str) -> bool:
-    """Returns False if two endpoints are in different clouds, each with its own account names."""
+    """Returns False if two endpoints are known to be in different clouds.
+
+    Accounts of the same name in different clouds are different accounts.
+    """
     clouds = [_CLOUD.search(urlsplit(endpoint).hostname or "") for endpoint in (one, other)]
     return None in clouds or len({cloud and cloud.group("zone", "suffix") for cloud in clouds}) == 1
 

@@ -1,8 +1,8 @@
 """Maps Azure's error codes to cloudckpt's exceptions.
 
 The codes come from "Common REST API error codes" and "Blob Storage error codes" of the REST
-reference. Azure has more codes about leases, key vaults and immutability than it documents; these
-are recognized by such a word in the code.
+reference. Azure has more codes about leases, key vaults and immutability than it documents; such
+codes are recognized by a word in them, such as ``Lease``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MEANINGS = (
     Meaning(
         "AuthenticationFailed|InvalidAuthenticationInfo|KeyBasedAuthenticationNotPermitted|401",
         errors.CredentialsError,
-        "Azure refuses the credentials: the key belongs to another account or was replaced, or the "
-        "account allows no keys; the shared access signature is malformed or has expired, the "
-        "token is of another tenant (AZURE_TENANT_ID, 'az login --tenant') or cloud "
-        "(AZURE_AUTHORITY_HOST), or this machine's clock is wrong by minutes",
+        "Azure refuses the credentials. Check that a key is a current key of this account, and "
+        "that the account allows keys; that a signature is complete and has not expired; that a "
+        "token is of the right tenant (AZURE_TENANT_ID, 'az login --tenant') and cloud "
+        "(AZURE_AUTHORITY_HOST); and that this machine's clock is right",
     ),
     Meaning("DateHeaderTooOld", errors.ClockError),
     Meaning("PublicAccessNotPermitted|.*(Immutab|LegalHold).*", errors.AccessDeniedError),
@@ -49,10 +49,10 @@ _MEANINGS = (
     Meaning(
         "403",
         errors.AccessDeniedError,
-        "access denied; the identity needs the role 'Storage Blob Data Contributor' on the "
-        "container or the account ('Storage Blob Data Reader' to load only), a shared access "
-        "signature the permissions rwdl, and t if tags are set; or the account's firewall does not "
-        "let this network in; with a hierarchical namespace the access control lists count too",
+        "access denied: grant the role 'Storage Blob Data Contributor' on the container or the "
+        "account ('Storage Blob Data Reader' to load only), or use a shared access signature with "
+        "the permissions rwdl, and t if tags are set. Check also the account's firewall and, with "
+        "a hierarchical namespace, the access control lists",
     ),
     Meaning("409", errors.InvalidRequestError),
 )

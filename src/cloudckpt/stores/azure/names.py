@@ -16,7 +16,7 @@ from cloudckpt.uri import CheckpointURI
 __all__ = ["check_blob", "check_location"]
 
 _UNFIT = (
-    (re.compile(r"[\ud800-\udfff]"), "contains half of a surrogate pair, which UTF-8 can't encode"),
+    (re.compile(r"[\ud800-\udfff]"), "contains a character that UTF-8 can't encode"),
     (re.compile(r"\\"), "contains a backslash, which Azure treats as a slash"),
     (re.compile(r"\.(?:/|\Z)"), "has a segment that ends in a dot, which Azure drops"),
 )

@@ -61,7 +61,7 @@ _NUMBER = len(f"{_MAX_BLOCKS}")
 
 
 class AzureStore(RestStore):
-    """A container of a storage account, or of Azurite."""
+    """A container of an Azure storage account, or of the emulator Azurite."""
 
     access: ContainerAccess
     metadata_prefix = "x-ms-meta-"
@@ -106,7 +106,7 @@ class AzureStore(RestStore):
     # uploads in parts
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Returns an upload with a new id; sends nothing, as the first block begins it."""
+        """Returns an upload with a new id; sends nothing: Azure begins it with the first block."""
         check_blob(self.root, key)
         name = random_suffix()
         upload = Upload(key, name, part_size, attempt=name)
@@ -257,7 +257,8 @@ class AzureStore(RestStore):
         # unlike S3, Azure names the reason of a failure in a header, also for HEAD
         with self.exchange("HEAD", self.object_url(key), {}, key=key) as reply:
             if reply.headers.get("x-ms-meta-hdi_isfolder") == "true":
-                raise ObjectNotFoundError("this is a directory: name a blob", uri=self.uri(key))
+                why = "this is a directory, not a blob; give the location of a blob"
+                raise ObjectNotFoundError(why, uri=self.uri(key))
             return self._described(reply, key, whole_number(reply.headers.get("Content-Length")))
 
     def _page(
@@ -340,7 +341,7 @@ def block_id(upload: Upload, number: int) -> str:
 
 
 def _upload_of(block: str) -> str:
-    """Returns the id of the upload that sent a block; if not cloudckpt's, the block's id."""
+    """Returns the id of the upload that sent a block; the block's own id if that is unknown."""
     try:
         name = base64.b64decode(block).decode("ascii")
     except (binascii.Error, UnicodeDecodeError):

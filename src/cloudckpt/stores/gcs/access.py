@@ -149,7 +149,8 @@ class _Request(google.auth.transport.requests.Request):
         answer = super().__call__(*args, **{"timeout": self.timeout, **kwargs})
         # google-auth takes every failure of the workload identity service for a refusal
         if answer.status == 429 or answer.status >= 500:
-            raise google.auth.exceptions.TransportError(f"HTTP {answer.status}", answer)
+            what = f"the token service answered with HTTP {answer.status}"
+            raise google.auth.exceptions.TransportError(what, answer)
         return answer
 
 
@@ -172,8 +173,9 @@ class _Token:
 
         ``before_request`` is google-auth's hook for this. It refreshes the token in the background
         before it expires, looks up from where the account may be used (regional access boundaries),
-        and adds a header about that. If the background has failed, the hook itself refreshes; if
-        that fails too, the token is used, which `secrets` has just found to be valid.
+        and adds a header about that. If the refresh in the background has failed, the hook itself
+        refreshes the token; if that fails too, the token is used, which `secrets` has just found to
+        be valid.
         """
         if time.monotonic() >= self._next_refresh:
             try:
@@ -221,27 +223,30 @@ def _error(exc: Exception, uri: str) -> CloudCheckpointError:
 
 
 def _find(uri: str) -> google.auth.credentials.Credentials:
-    """Returns the application default credentials."""
+    """Returns the application default credentials.
+
+    Raises:
+        CredentialsError: If there are none.
+    """
     found: google.auth.credentials.Credentials
     try:
         found, _ = google.auth.default()
     except google.auth.exceptions.DefaultCredentialsError as exc:
-        raise_without_context(_not_found(exc, uri))
+        raise_without_context(
+            CredentialsError(
+                "no Google credentials were found in the file that "
+                "GOOGLE_APPLICATION_CREDENTIALS names, in gcloud's "
+                "application_default_credentials.json, or at the metadata server of a Google "
+                "machine; run `gcloud auth application-default login`, or set "
+                "GOOGLE_APPLICATION_CREDENTIALS",
+                uri=uri,
+                cause=_text_of(exc),
+                certain=True,
+            )
+        )
     # not earlier: google-auth looks up the project of external accounts that have a scope
     found = google.auth.credentials.with_scopes_if_required(found, [_SCOPE])
     return found
-
-
-def _not_found(exc: Exception, uri: str) -> CredentialsError:
-    return CredentialsError(
-        "no Google credentials were found in the file that "
-        "GOOGLE_APPLICATION_CREDENTIALS names, in gcloud's "
-        "application_default_credentials.json, or at the metadata server of a Google machine; "
-        "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
-        uri=uri,
-        cause=_text_of(exc),
-        certain=True,
-    )
 
 
 def _is_transient(exc: Exception) -> bool:

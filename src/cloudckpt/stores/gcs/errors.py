@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from cloudckpt import errors
 from cloudckpt.errors import StoreError
-from cloudckpt.stores.refusals import DAMAGED, Meaning, Refusal, refusal
+from cloudckpt.stores.refusals import DAMAGED, NO_UPLOAD, Meaning, Refusal, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["from_answer"]
@@ -32,6 +32,7 @@ nested in another.
 _MEANINGS = (
     Meaning("orgPolicyConstraintFailed", errors.AccessDeniedError),
     Meaning("noSuchBucket", errors.BucketNotFoundError),
+    Meaning("noSuchUpload", errors.ObjectNotFoundError, NO_UPLOAD),
     Meaning("expiredToken", errors.CredentialsError),
     Meaning("requestTimeTooSkewed", errors.ClockError),
     Meaning(

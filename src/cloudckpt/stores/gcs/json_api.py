@@ -77,7 +77,7 @@ def insertion(resource: Mapping[str, Any], boundary: str) -> tuple[bytes, bytes]
 
 
 def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
-    """Returns the ObjectInfo of a JSON resource."""
+    """Converts an object's JSON description to an ObjectInfo."""
     version = str(int(resource["generation"]))
     size = whole_number(str(resource["size"]))
     attempt = str(dict(resource.get("metadata") or {}).get(ATTEMPT, ""))
@@ -102,7 +102,7 @@ def answer_of(reply: Reply) -> dict[str, Any]:
 
 
 def generation(version: str) -> str:
-    """Returns `version`; if that is not a number, a generation that no object has."""
+    """Returns `version` if it is a number; else a generation that no object has."""
     return version if version.isascii() and version.isdigit() else _NO_GENERATION
 
 
@@ -113,7 +113,13 @@ def parse_crc32c(text: str) -> int | None:
 
 
 def of_payload(progress: Progress | None, before: int, size: int) -> Progress | None:
-    """Returns a progress callback that counts only `size` bytes, after the first `before`."""
+    """Returns a callback for a request's progress that reports only an object's own bytes.
+
+    Args:
+        progress: Called with the object's bytes that were sent; None returns None.
+        before: Bytes of the request before the object's.
+        size: Bytes of the object.
+    """
     if progress is None:
         return None
     sent = reported = 0

@@ -259,9 +259,9 @@ class GCSStore(XmlStore):
             return (objects, sorted(page.get("prefixes", ()))), (token,) if token else None
 
     def _url(self, path: str, query: Mapping[str, str]) -> str:
-        """Returns a URL of the JSON API; names in `path` must be one segment with encoded slashes.
+        """Returns a URL of the JSON API; slashes within names in `path` must be encoded.
 
-        The option ``user_project`` becomes a parameter, as the API's discovery document demands.
+        The option ``user_project`` is added to the query, as the API demands.
         """
         given = {name: value for name, value in query.items() if value}
         if self._options.user_project is not None:
@@ -296,7 +296,8 @@ class GCSStore(XmlStore):
             _check_encoding(reply)
             # an emulator may ignore the condition
             if if_version and reply.headers.get(self.version_header) != if_version:
-                raise PreconditionFailedError("the object was replaced after its version was read")
+                why = "another writer has replaced the object; read it again"
+                raise PreconditionFailedError(why)
             yield reply
 
     def failure(
@@ -307,7 +308,7 @@ class GCSStore(XmlStore):
 
 
 def _check_encoding(reply: Reply) -> None:
-    """Raises an error if a response says that the object is stored compressed."""
+    """Raises InvalidRequestError if a response says that the object is stored compressed."""
     for name in ("content-encoding", "x-goog-stored-content-encoding"):
         if found := _COMPRESSED.search(reply.headers.get(name, "")):
             raise InvalidRequestError(

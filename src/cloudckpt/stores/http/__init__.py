@@ -1,1 +1,1 @@
-"""The HTTP client: connections, bodies, TLS, and connections that stall."""
+"""The HTTP client: connections, bodies, TLS, proxies, and connections that stall."""

@@ -197,12 +197,13 @@ class Reply:
                 except _BROKEN as exc:
                     received += count  # some may have arrived before a stall
                     raise ConnectionLostError(
-                        f"the connection broke after {received} bytes", received=received, cause=exc
+                        f"the connection broke after {received} bytes; check the network",
+                        received=received,
+                        cause=exc,
                     ) from exc
                 if count == 0:
-                    raise ConnectionLostError(
-                        f"the response ended too early, after {received} bytes", received=received
-                    )
+                    why = f"the response ended too early, after {received} bytes; check the network"
+                    raise ConnectionLostError(why, received=received)
                 done += count
                 received += count
                 _report(progress, count)
@@ -250,13 +251,13 @@ class Reply:
                 if not piece:
                     break
                 if time.monotonic() > end:
-                    raise TimeoutError(f"the body took more than {self._longest:.0f} s")
+                    raise TimeoutError(f"the response took more than {self._longest:.0f} s")
         except _BROKEN as exc:
             cause = exc
         if cause is None and self._raw.isclosed() and not self._raw.length:
             return bytes(data), None
-        why = "the connection broke" if cause else "the response was cut off"
-        error = ConnectionLostError(f"{why} after {len(data)} bytes", cause=cause)
+        why = f"{'the connection broke' if cause else 'the response ended'} after {len(data)} bytes"
+        error = ConnectionLostError(f"{why}; check the network", cause=cause)
         error.__cause__ = cause
         return bytes(data), error
 
@@ -427,7 +428,7 @@ def _hide_signatures(record: logging.LogRecord) -> bool:
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
-    """Returns socket options that turn off delays of small requests and turn on TCP keep-alive.
+    """Returns the socket options that send small requests at once and turn on TCP keep-alive.
 
     A response may take minutes. Meanwhile, NAT gateways drop idle connections (AWS's after 350 s,
     Azure's after 4 minutes), and a peer that has vanished would go unnoticed.

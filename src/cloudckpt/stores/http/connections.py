@@ -1,4 +1,4 @@
-"""Connections that are broken when they make no progress; long silences are reported to the log.
+"""HTTP connections that are broken when they make no progress; long silences are logged.
 
 Their sockets therefore need no timeouts, and a long read can fill its buffer in one call.
 """
@@ -276,7 +276,7 @@ class Watch:
         try:
             step.check(now)
         except Exception:
-            logger.exception("a connection is closed, because checking it for a stall failed")
+            logger.exception("a bug (please report it) broke a connection; its request is retried")
             step.expired = True
             with contextlib.suppress(Exception):
                 break_connection(step.connection)
@@ -341,7 +341,7 @@ class Call:
 
 
 class WatchedConnection(http.client.HTTPConnection):
-    """The attributes shared by `_Connecting`, above urllib3's class, and `_Sending`, below it."""
+    """The attributes that `_Connecting` and `_Sending` share."""
 
     sock: socket.socket | None
     # set as class attributes by pool_classes:
@@ -370,7 +370,7 @@ class WatchedConnection(http.client.HTTPConnection):
 
 
 class _Sending(WatchedConnection):
-    """The connection class below urllib3's: sends requests and receives responses under the watch.
+    """Sends requests and receives responses under the watch, beneath urllib3's connection class.
 
     It keeps the standard library's response, whose ``readinto`` receives into the caller's memory
     (urllib3's own copies). Its socket has no timeout: the watch ends what takes too long.

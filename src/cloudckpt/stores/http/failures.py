@@ -53,7 +53,7 @@ def failure(exc: BaseException, method: str, url: str, bundle: str | None) -> St
     unsent = _never_connected(exc)
     why = f"no connection to {host} for" if unsent else f"no answer from {host} to"
     return ConnectionLostError(
-        f"{why} a {method} request: check the endpoint and the network (cloudckpt doctor)",
+        f"{why} a {method} request: check the endpoint and the network (try cloudckpt doctor)",
         cause=_plain(exc),
         certain=unsent,
     )
@@ -92,7 +92,7 @@ def lasting_tls_failure(
 
 
 def _unread_file(chain: Sequence[BaseException]) -> OSError | None:
-    """Returns the error of reading the CA certificates' file; None if it was read."""
+    """Returns the exception of reading the file of CA certificates; None if the chain has none."""
     for outer, inner in itertools.pairwise(chain):
         if not isinstance(outer, urllib3.exceptions.SSLError):
             continue

@@ -76,9 +76,9 @@ class BucketAccess(Access):
     Attributes:
         bucket: The bucket's name, or the ARN of an access point.
         base: The URL that keys are appended to, ending in a slash.
-        bucket_url: The URL of the bucket, to which a query can be appended. This and ``base`` are
-            the initial URLs; after a redirect to another region, `authorize` replaces them in
-            the URLs of requests, and ``url`` and ``region`` are the new ones.
+        bucket_url: The URL of the bucket, to which a query can be appended. ``bucket_url`` and
+            ``base`` stay as they were at first. After a redirect to another region, ``url`` and
+            ``region`` are those of that region, and `authorize` uses them in each request.
         dialect: How the store differs from others with S3's API.
         is_at_vendor: Whether the dialect's documentation applies to the endpoint.
     """
@@ -100,7 +100,7 @@ class BucketAccess(Access):
             self.base, region = resolve(client, bucket)
             host = self.base.split("/")[2].partition(":")[0]
             suffix = amazon_suffix(core, host)
-            self.dialect = _dialect(options, bucket, host, is_amazon=suffix is not None)
+            self.dialect = _dialect(options, bucket, host, uri, is_amazon=suffix is not None)
             self.is_at_vendor = self.dialect.is_at_vendor(host, is_amazon=suffix is not None)
             style = self._addressing_style(options)
             if style is not None:
@@ -246,21 +246,19 @@ class _SessionSigner(S3ExpressAuth):  # type: ignore[misc]
     payload = _Signer.payload
 
 
-def _dialect(options: S3Options, bucket: str, host: str, *, is_amazon: bool) -> S3Dialect:
+def _dialect(options: S3Options, bucket: str, host: str, uri: str, *, is_amazon: bool) -> S3Dialect:
     """Returns the bucket's dialect: the user's option, else determined by bucket name and host.
 
     Raises:
-        ConfigError: If a set option is not supported there.
+        ConfigError: If an option is set that the store does not support.
     """
     row = dialect_of(bucket, host, is_amazon=is_amazon)
     if options.dialect != "auto":
         row = DIALECTS[options.dialect]
-    given = [name for name in sorted(row.unsupported_options) if getattr(options, name)]
+    given = ", ".join(name for name in sorted(row.unsupported_options) if getattr(options, name))
     if given:
-        options_given = ", ".join(f"{name}=" for name in given)
-        raise ConfigError(
-            f"S3Options({options_given}): {row.title} does not support this; leave it out"
-        )
+        why = f"{row.title} does not support these options of S3Options: {given}; leave them out"
+        raise ConfigError(why, uri=uri)
     return row
 
 

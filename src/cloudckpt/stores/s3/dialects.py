@@ -22,15 +22,17 @@ class S3Dialect:
 
     Attributes:
         title: The store's name in messages.
-        hosts: The hosts of its endpoints, or their parent domains. Empty if it runs on the user's
-            own hosts and must be named; Amazon's hosts come from botocore.
+        hosts: The hosts of its endpoints, or their parent domains. Empty for stores on the user's
+            own hosts, whose dialect the user must name, and for Amazon's hosts, which botocore
+            knows.
         verifies_checksums: Whether the store verifies a CRC32C sent with an object or a part.
         whole_checksums: Whether it also verifies a CRC32C of the whole object at the completion of
             an upload. Otherwise the completion has the checksums of the parts.
-        conditional_writes: Whether PutObject honours both If-None-Match and If-Match. None, and at
-            hosts other than the vendor's: it is tested before the first commit.
-        create_only: Whether completions and copies honour If-None-Match too. Only for stores with
-            versions, where a repeated request would otherwise create another version.
+        conditional_writes: Whether PutObject honours both If-None-Match and If-Match. If that is
+            unknown (None), and at hosts other than the vendor's, it is tested before the first
+            commit.
+        create_only: Whether completions and copies honour If-None-Match too. Set only for stores
+            that keep versions, where a repeated request would otherwise create another version.
         conditional_deletes: Whether DeleteObject honours If-Match. Otherwise the object's version
             is checked before it is deleted; where it is unknown (None), the condition is sent, too.
         copies_parts: Whether the store has UploadPartCopy; if not, objects above 5 GiB are
@@ -140,7 +142,7 @@ _DIRECTORY_BUCKET = re.compile(r".+--[a-z0-9-]+--x-s3")
 
 
 def dialect_of(bucket: str, host: str, *, is_amazon: bool) -> S3Dialect:
-    """Returns the row of a bucket, by the bucket's name and the endpoint's host.
+    """Returns the dialect of a bucket, by the bucket's name and the endpoint's host.
 
     Directory buckets are recognized by their names, a pattern that AWS reserves for them.
     """

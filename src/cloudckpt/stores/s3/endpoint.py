@@ -22,7 +22,7 @@ from botocore.utils import get_environ_proxies
 
 from cloudckpt._version import __version__
 from cloudckpt.config import Config, S3Options
-from cloudckpt.errors import ConfigError
+from cloudckpt.errors import CloudCheckpointError, ConfigError
 from cloudckpt.stores.http.options import HttpOptions
 from cloudckpt.stores.redaction import raise_without_context, reason
 
@@ -138,7 +138,7 @@ def resolve(client: Any, bucket: str) -> tuple[str, str]:
 
 
 def signed_for(signature: str | bytes) -> str:
-    """Returns the region of an Authorization header; empty if it has none."""
+    """Returns the region in an Authorization header's value; empty if it names none."""
     text = signature.decode("ascii") if isinstance(signature, bytes) else signature
     _, _, scope = text.partition("Credential=")  # key/date/region/service/aws4_request
     return scope.split(",")[0].split("/")[-3] if scope else ""
@@ -174,9 +174,11 @@ def translated(uri: str) -> Iterator[None]:
     """Converts boto3's errors about its settings and the bucket's name to cloudckpt's errors."""
     try:
         yield
+    except CloudCheckpointError:
+        raise
     except (botocore.exceptions.BotoCoreError, ValueError, OSError) as exc:
         text = (
-            "boto3 rejects the bucket's name or a setting of yours; see the cause, and correct the "
-            "URI, ~/.aws/config or the AWS_* variables"
+            "boto3 rejects the bucket's name or a setting: see the cause, and correct the URI, "
+            "~/.aws/config or the AWS_* variables"
         )
         raise_without_context(ConfigError(text, uri=uri, cause=reason(exc)))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from cloudckpt import errors
 from cloudckpt.errors import StoreError
-from cloudckpt.stores.refusals import DAMAGED, Meaning, Refusal, refusal
+from cloudckpt.stores.refusals import DAMAGED, NO_UPLOAD, Meaning, Refusal, refusal
 from cloudckpt.stores.xml_api import error_fields
 
 __all__ = ["REGION", "from_answer", "from_code"]
@@ -22,14 +22,15 @@ REGION = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 # codes that may come in the body of a 200 (of copies and completions) need an explicit class
 _MEANINGS = (
     Meaning("NoSuchBucket|NoSuchAccessPoint", errors.BucketNotFoundError),
-    Meaning("NoSuchKey|NoSuchUpload", errors.ObjectNotFoundError),
+    Meaning("NoSuchKey", errors.ObjectNotFoundError),
+    Meaning("NoSuchUpload", errors.ObjectNotFoundError, NO_UPLOAD),
     Meaning("PreconditionFailed", errors.PreconditionFailedError),
     Meaning("AccessDenied", errors.AccessDeniedError),
     Meaning("NotImplemented", errors.InvalidRequestError),
     Meaning(
         "InvalidObjectState",
         errors.InvalidRequestError,
-        "the object is archived; restore it from its storage class first",
+        "the object is in an archive; restore it by the store's own tools before you read it",
     ),
     Meaning(
         "ExpiredToken(Exception)?|TokenRefreshRequired|InvalidToken|InvalidSecurity"
@@ -66,7 +67,7 @@ _MEANINGS = (
     Meaning(
         "KMS\\..*",
         None,
-        "KMS can't use the key of the encryption; check kms_key_id, the key's policy and region",
+        "KMS can't use the encryption key; check kms_key_id, and the key's policy and region",
     ),
 )
 
@@ -97,7 +98,7 @@ def from_code(
 def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
-    """Returns the exception for an error response of S3; looks `headers` up in lower case."""
+    """Returns the exception for an error response of S3; looks `headers` up by lower-case names."""
     fields = error_fields(body)
     response = Refusal(
         fields.get("Code", ""),

@@ -32,7 +32,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _ANSWERS = SUCCESS | _REDIRECTS
 # only the store itself can report a missing object
 _NOT_THERE = (
-    Meaning("404|410", ServerError, "the object that the store redirected to does not exist (yet)"),
+    Meaning("404|410", ServerError, "the store redirected to a missing object; try again later"),
 )
 
 
@@ -56,7 +56,7 @@ def redirected_read(
         http: The client for requests to other hosts.
         head: Sends a HEAD request to the store for an object.
         key: The key.
-        if_version: The version to read, if it is given.
+        if_version: The version to read; None for the current version.
         headers: The headers of the read.
 
     Raises:
@@ -105,9 +105,8 @@ def redirected_read(
 
 def _check(pinned: str | None, version: str, uri: str) -> None:
     if pinned is not None and version != pinned:
-        raise PreconditionFailedError(
-            "the object was replaced after its version was read", uri=uri, certain=True
-        )
+        why = "another writer has replaced the object; read it again"
+        raise PreconditionFailedError(why, uri=uri, certain=True)
 
 
 def _checked(location: str, origin: str, uri: str) -> str:

@@ -10,17 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from urllib.parse import quote, unquote_plus
 from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import from_base64, to_base64
 from cloudckpt.config import Config
-from cloudckpt.errors import (
-    ConfigError,
-    StoreError,
-    WrongRegionError,
-)
+from cloudckpt.errors import ConfigError, StoreError, WrongRegionError
 from cloudckpt.stores.base import (
     ObjectInfo,
     ObjectStore,
@@ -32,10 +27,7 @@ from cloudckpt.stores.base import (
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.stores.http.client import Reply, whole_number
 from cloudckpt.stores.rest import UNRESERVED, Marks, Page, Signed, encode_query, iso_date
-from cloudckpt.stores.s3.access import (
-    BucketAccess,
-    object_headers,
-)
+from cloudckpt.stores.s3.access import BucketAccess, object_headers
 from cloudckpt.stores.s3.dialects import AWS
 from cloudckpt.stores.s3.errors import from_answer
 from cloudckpt.stores.s3.redirects import redirected_read
@@ -205,7 +197,7 @@ class S3Store(XmlStore):
 
     def _pages(self, prefix: str, delimiter: str, retry: Retry) -> Iterator[Page]:
         if self._dialect.any_prefix:
-            return self._all_pages(prefix, partial(self._page, prefix, delimiter), retry)
+            return super()._pages(prefix, delimiter, retry)
         whole = [*super()._pages(self._listable(prefix), delimiter, retry)]
         # unordered, with repeated folders
         found = (info for objects, _ in whole for info in objects if info.key.startswith(prefix))
@@ -282,7 +274,7 @@ def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
 
 
 def _crc32c(made: Element) -> int | None:
-    """Returns the CRC32C in an XML result; None if missing, or made from the parts' CRC32Cs."""
+    """Returns the CRC32C of a whole object in an XML result; None if the result has none."""
     checksum = text(made, "ChecksumCRC32C")
     is_of_whole = "-" not in checksum and text(made, "ChecksumType") in ("", "FULL_OBJECT")
     return from_base64(checksum) if checksum and is_of_whole else None
