@@ -99,7 +99,7 @@ def cp(
 
 @command(CHECKPOINTS, writes=True)
 def unshare(call: Call, checkpoint: str) -> None:
-    """Make a checkpoint independent of others of its run with which it shares bytes.
+    """Make a checkpoint independent of the other checkpoints of its run that share bytes with it.
 
     The shared data is copied into its own folder.
 

@@ -319,7 +319,10 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def _ties_of_all_ranks(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns, for each tied name, the name to write, if all ranks with elements report the tie."""
+    """Returns the name to write for each tied name.
+
+    A tie is left out unless all ranks that have elements of the tensor report it.
+    """
     of: dict[str, set[str]] = {}
     for ties_of_rank in ties:
         for name, first in ties_of_rank.items():

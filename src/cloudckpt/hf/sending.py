@@ -69,7 +69,8 @@ class Extent:
 class Round(NamedTuple):
     """A rank's part in a round: the extent that it sends, and the chunks that it gives to others.
 
-    Without an extent to send, it is None. Each chunk has the number of the rank that gets it.
+    ``extent`` is None if the rank sends none in this round. ``gives`` has each chunk with the
+    number of the rank that gets it.
     """
 
     extent: Extent | None
@@ -149,7 +150,7 @@ def plan_work(
 
 
 def _sender(content: Sequence[bytes | TensorPlan], load: Sequence[int]) -> int:
-    """Returns, of the ranks with a large chunk of an extent, the rank with the least to send."""
+    """Returns the rank to send an extent: the least busy of the ranks with a large chunk of it."""
     chunks = _chunks(content)
     half = max((chunk.nbytes for chunk in chunks), default=0) / 2
     large = [chunk.rank for chunk in chunks if chunk.nbytes >= half]

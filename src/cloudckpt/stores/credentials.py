@@ -199,7 +199,7 @@ class Credentials:
         raise error
 
     def renew(self, refused: Source, secrets: tuple[str, ...]) -> bool:
-        """Looks refused credentials up again; returns whether the store now has different ones.
+        """Looks refused credentials up again; returns whether this store now uses others.
 
         Args:
             refused: The source of the refused credentials.

@@ -1,4 +1,4 @@
-"""Bounded memory for bytes that can't be sent or received where they are.
+"""Lends a bounded amount of memory, for bytes that tensor memory can't send or receive directly.
 
 The saving process uses it as well, so this module must not import torch.
 """

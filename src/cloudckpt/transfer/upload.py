@@ -161,7 +161,7 @@ class ObjectUpload:
         return self._retrier.call(create)
 
     def _send(self, part: PartPlan) -> None:
-        """Sends a part; holds the first one back until there is a second."""
+        """Sends a part; holds the first part back until there is a second part."""
         if self._upload is None:
             if self._first is None:
                 self._first = part

@@ -106,7 +106,7 @@ def _universe() -> str:
 def _endpoint(options: GCSOptions) -> tuple[str, bool]:
     """Returns the endpoint's URL, and whether it is trusted with credentials.
 
-    Emulators and plain http endpoints are not.
+    Emulators and endpoints with plain http are not trusted.
     """
     if options.endpoint_url is not None:
         url = options.endpoint_url.rstrip("/")

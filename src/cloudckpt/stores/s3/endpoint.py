@@ -105,7 +105,7 @@ _OF_S3 = re.compile(
 def amazon_suffix(core: botocore.session.Session, host: str) -> str | None:
     """Returns the domain suffix of a host of Amazon's S3; None for any other host.
 
-    botocore knows the partitions; the client has loaded them. S3 on Outposts does not count.
+    The suffixes come from botocore's table of AWS partitions. S3 on Outposts does not count.
     """
     for partition in core.get_data("partitions")["partitions"]:
         suffix = f".{partition['outputs']['dnsSuffix']}"
