@@ -262,8 +262,8 @@ def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
     except UnicodeEncodeError as exc:
         bad = exc.object[exc.start]
         name = ascii(next(name for name in (*metadata, *entries) if bad in name))
-        text = f"the tensor name {name} can't be encoded as UTF-8: rename the tensor"
-        raise UnsupportedTensorError(text, cause=exc) from exc
+        why = f"the tensor name {name} can't be encoded as UTF-8: rename the tensor"
+        raise UnsupportedTensorError(why, cause=exc) from exc
     length = aligned(LENGTH_BYTES + len(text), ALIGNMENT) - LENGTH_BYTES
     if length > MOST_HEADER_BYTES:
         raise UnsupportedTensorError(
