@@ -201,14 +201,30 @@ def test_tied_weights_of_which_one_was_saved_are_loaded(tmp_path, road):
         _load(road, uri, state | {"head": torch.zeros(4, 2)}, strict=True)
 
 
+@pytest.mark.parametrize("saved", [(6,), None])
+def test_what_is_not_loaded_but_overwritten_by_what_shares_its_memory_is_not_called_kept(
+    tmp_path, saved
+):
+    uri = _saved(tmp_path, {"w": torch.ones(4)} | ({"head": torch.ones(saved)} if saved else {}))
+    room = torch.zeros(5)
+    state = {"w": room[:4], "head": room[1:], "other": torch.zeros(2)}
+    report = cloudckpt.load(state, checkpoint_id=uri, strict=False)
+    assert (report.missing, {*report.left_alone}) == (("other",), set())
+    assert "w" in report.converted["head"]
+
+
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("road", ROADS)
 def test_tensors_of_one_memory_refuse_different_values_and_name_both(tmp_path, road, strict):
-    uri = _saved(tmp_path / "step-7", {"embedding": torch.ones(2, 3), "head": torch.zeros(2, 3)})
-    room, wrapped = torch.zeros(3, 3), TwoTensor(torch.zeros(2, 3), torch.zeros(2, 3))
-    for first, second in [(room[:2], room[:2]), (room[:2], room[1:]), (wrapped, wrapped)]:
+    zeros = torch.zeros(2, 3)
+    uri = _saved(tmp_path / "step-7", {"embedding": torch.ones(2, 3), "head": zeros, "on": zeros})
+    room = torch.zeros(3, 3)
+    parts = sorted([torch.zeros(2, 3) for _ in range(4)], key=torch.Tensor.data_ptr)
+    chain = [TwoTensor(parts[a], parts[b]) for a, b in [(0, 3), (0, 1), (1, 2)]]
+    for tensors in [(room[:2], room[:2]), (room[:2], room[1:]), chain[:1] * 2, chain]:
+        state = dict(zip(["embedding", "head", "on"], tensors, strict=False))
         with pytest.raises(KeyCollisionError, match=r"embedding.* head|head.* embedding"):
-            _load(road, uri, {"embedding": first, "head": second}, strict=strict)
+            _load(road, uri, state, strict=strict)
 
 
 @pytest.mark.parametrize("how", ["ours", "unverified", "torch's", "pickled", "converted", "other"])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import cloudckpt
 from cloudckpt import events
-from cloudckpt.errors import ConfigError, RanksFailedError
+from cloudckpt.errors import ConfigError, KeyCollisionError, RanksFailedError
 from cloudckpt.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from cloudckpt.torch_files import broadcast
 from dcp.places import Place
@@ -45,6 +45,22 @@ def _of_some(place: Place) -> None:
 def test_a_load_of_some_ranks_is_refused_on_each_of_them(model, ranks):
     errors = ranks.errors(3, _of_some, model)
     assert [type(error) for error in errors] == [ConfigError, ConfigError, type(None)]
+
+
+def _sharing(place: Place, *names: str) -> None:
+    room, own = torch.zeros(5), torch.zeros(4)
+    views = {"u": room[:4], "v": room[1:], "w": own if dist.get_rank() else room[:4]}
+    reader = BroadcastingTorchSaveReader(place.uri, config=place.config)
+    state = {name: views[name] for name in names}
+    cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
+
+
+@pytest.mark.parametrize("names", ["uv", "vu", "wu"])
+def test_tensors_of_one_memory_refuse_different_values_on_each_rank(names, local, ranks):
+    content = {"u": torch.ones(4), "v": torch.ones(4), "w": numbered(4)}
+    torch.save(content, f"{local.path}/model.pt")
+    raised = ranks.errors(2, _sharing, local.at("model.pt"), *names)
+    assert [*map(type, raised)] == [KeyCollisionError if "w" in names else type(None)] * 2
 
 
 def _failing(place: Place, at: str, error: type[BaseException]) -> None:

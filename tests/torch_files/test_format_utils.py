@@ -17,7 +17,6 @@ from cloudckpt.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
-    ConfigError,
     InvalidURIError,
     MissingKeyError,
     ShapeMismatchError,
@@ -261,11 +260,11 @@ MISFITS = {
 }
 
 
-def _into(place: Place, kind: str = "", coordinator: int = 0) -> None:
+def _into(place: Place, kind: str = "") -> None:
     """Loads into a state that does not fit on the second rank."""
     is_misfit = dist.get_rank() == 1 and kind
     state = MISFITS[kind][0]() if is_misfit else {"t": torch.zeros(4, 5)}
-    reader = BroadcastingTorchSaveReader(place.uri, coordinator, config=place.config)
+    reader = BroadcastingTorchSaveReader(place.uri, 1, config=place.config)
     cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
 
 
@@ -283,13 +282,6 @@ def test_an_unreadable_file_is_told_on_every_rank(kind, local, ranks):
     put(local, "model.pt", BROKEN[kind][0])
     errors = ranks.errors(2, _into, local.at("model.pt"))
     assert [type(one) for one in errors] == [BROKEN[kind][1]] * 2
-
-
-def test_a_coordinator_that_does_not_coordinate_is_told(local, ranks):
-    put(local, "model.pt", bytes_of_file({"t": numbered(4, 5)}))
-    errors = ranks.errors(2, _into, local.at("model.pt"), "", 1)
-    assert [type(error) for error in errors] == [ConfigError] * 2
-    assert "coordinator_rank=0" in str(errors[0])
 
 
 def test_one_process_can_load_without_a_group(local):

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt.checkpoint.columns import column_of
 from cloudckpt.checkpoint.from_torch import NotInColumnsError, table_of_metadata
 from cloudckpt.checkpoint.lazy import record_behind, table_behind
-from cloudckpt.checkpoint.shard import check_placements, check_shards
+from cloudckpt.checkpoint.shard import check_placements, check_shards, travels_as_bytes
 from cloudckpt.checkpoint.structure import Flat, Structure, check_nesting
 from cloudckpt.checkpoint.table import Entry, Table
 from cloudckpt.checkpoint.torch_private import (
@@ -39,6 +39,7 @@ from cloudckpt.checkpoint.torch_private import (
     whole_shape,
 )
 from cloudckpt.dcp.missing import advice
+from cloudckpt.dcp.shared_memory import in_memory
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -47,7 +48,7 @@ from cloudckpt.errors import (
     UnsupportedTensorError,
 )
 from cloudckpt.gc_pause import paused_gc
-from cloudckpt.transfer.memory import PLAIN
+from cloudckpt.transfer.memory import PLAIN, sharing_memory
 
 __all__ = [
     "CloudLoadPlanner",
@@ -158,12 +159,15 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         ]
         if missing and not self.allow_partial_load:
             raise self._missing(missing)
-        for name, value in [*self.state_dict.items()]:
+        given = {**self.state_dict}
+        for name, value in given.items():
             entry = table.get(name)
             if entry is not None and entry.shape is not None:
                 self._leave_unfit(name, value, entry)
             elif entry is not None and isinstance(value, torch.Tensor):
                 self.converted[name] = _REPLACED
+        if missing or given.keys() != self.state_dict.keys():
+            self._find_overwritten(given, {*missing, *self.left_alone})
         with paused_gc():
             plan, moved = plan_reads(self.state_dict, table, self._uri)
         types = conversions(self.state_dict, functools.partial(saved_type, table))
@@ -306,6 +310,22 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             if (memory := _memory_of(self.state_dict[name])) in loaded:
                 self.converted[name] = f"loaded with {loaded[memory]}, as they are tied"
 
+    def _find_overwritten(self, given: Mapping[str, Any], kept: set[str]) -> None:
+        """Records tensors that are kept, but share memory with loaded ones, as :attr:`converted`.
+
+        Args:
+            given: The state dict, by flat names.
+            kept: The names that are not loaded.
+        """
+        replaced = {name for name, how in self.converted.items() if how == _REPLACED}
+        tensors = [(name, _parts(one)) for name, one in given.items() if name not in replaced]
+        sharing = [tensors[number] for number in sharing_memory(tensors)]
+        for mine in sharing if kept.intersection(name for name, _ in sharing) else ():
+            others = (one for one in sharing if one[0] not in kept and sharing_memory([mine, one]))
+            if mine[0] in kept and (other := next(others, None)) is not None:
+                why = self.left_alone.pop(mine[0], "not in the checkpoint")
+                self.converted[mine[0]] = f"{why}; changed by {other[0]}, as they share memory"
+
     def _missing(self, names: Sequence[str]) -> MissingKeyError:
         assert self.metadata is not None
         count = "1 key is" if len(names) == 1 else f"{len(names)} keys are"
@@ -357,12 +377,15 @@ class EverythingPlanner(CloudLoadPlanner):
             return structure.nested(self.state_dict, self.metadata.planner_data or {}, self._uri)
 
 
+def _parts(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in memory of a plain tensor, a DTensor, or a wrapper; else none."""
+    return in_memory(value) if type(value) in PLAIN or travels_as_bytes(value) else []
+
+
 def _memory_of(value: Any) -> tuple[Any, ...] | None:
-    """Returns a key for a plain tensor's memory, equal for tied tensors; else None."""
-    local = value._local_tensor if isinstance(value, DTensor) else value
-    if type(local) not in PLAIN or not local.numel() or local.is_meta:
-        return None
-    return local.data_ptr(), local.dtype, local.shape, local.stride(), type(value) is DTensor
+    """Returns a key for a tensor's memory, equal for tied tensors; None if it has none."""
+    memory = [(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in _parts(value)]
+    return (type(value) is DTensor, *memory) if memory else None
 
 
 def _ready_to_load(value: Any, path: tuple[Any, ...], allocates: bool) -> Any:

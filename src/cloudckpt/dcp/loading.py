@@ -24,14 +24,13 @@ from cloudckpt.checkpoint.torch_private import (
     device_for_collectives,
 )
 from cloudckpt.checkpoint.values import load_item, load_tensor
-from cloudckpt.checksum import CRC64NVME
-from cloudckpt.config import MIB, Config
+from cloudckpt.config import Config
 from cloudckpt.dcp.failures import break_off
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
+from cloudckpt.dcp.shared_memory import SharedMemory, in_memory
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CloudCheckpointError,
-    KeyCollisionError,
     ProcessGroupError,
     ShapeMismatchError,
     TransferCancelledError,
@@ -42,14 +41,7 @@ from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.boxes import Box, plan_boxes, row_major_slices, row_major_strides
 from cloudckpt.transfer.download import MERGE_GAP, Download, download, segments_for
 from cloudckpt.transfer.landing import BytesSink, Segment, StoredBytes, TensorSink, Wanted
-from cloudckpt.transfer.memory import (
-    bytes_of,
-    narrow,
-    settled,
-    sharing_memory,
-    shows_its_memory,
-    why_not_filled,
-)
+from cloudckpt.transfer.memory import narrow, settled, shows_its_memory, why_not_filled
 from cloudckpt.transfer.parts import even_share
 from cloudckpt.transfer.sharing import Ring, RingAllgather, digests, plan_shares, shared_requests
 from cloudckpt.transfer.stats import TransferStats
@@ -222,26 +214,12 @@ class _Delivery:
         wanted: The ranges to read.
         memory: The tensors whose memory is filled; empty if the item is not a tensor.
         put: Called once the ranges have arrived.
-        round: The number of the round in which the item is read.
-        digest: A checksum of the memory at the end of this round; None if no other delivery may
-            change it.
     """
 
     owner: MetadataIndex
     wanted: list[Wanted]
     memory: Sequence[torch.Tensor] = ()
     put: Callable[[], None] | None = None
-    round: int = 0
-    digest: int | None = None
-
-    def current_digest(self) -> int:
-        """Returns a checksum of the values in memory, read in pieces of up to 16 MiB."""
-        digest = 0
-        for tensor in self.memory:
-            for piece in row_major_slices(tensor.shape, tensor.itemsize, 16 * MIB):
-                values = narrow(tensor, piece.box).cpu().resolve_conj().resolve_neg().contiguous()
-                digest = CRC64NVME.of(bytes_of(values), digest)
-        return digest
 
 
 @dataclass(eq=False)
@@ -270,9 +248,8 @@ class Load:
     guarded: Callable[[], AbstractContextManager[None]]
 
     def __post_init__(self) -> None:
-        self._deliveries: list[_Delivery] = []  # in the order of the plan
         self._contents: dict[Any, Any] = {}  # which stored values are read into which memory
-        self._afterwards: list[Callable[[], None]] = []
+        self.close()
 
     def prepare(self, plan: LoadPlan) -> None:
         """Locates the items and assigns their bytes to the planner's tensors.
@@ -294,9 +271,7 @@ class Load:
                 else:
                     self._want_pickled_tensor(item, place)
         # read in the same round, one tensor would seem damaged where another is received
-        memory = [(one.owner, one.memory) for one in self._deliveries]
-        for number, its_round in sharing_memory(memory).items():
-            self._deliveries[number].round, self._deliveries[number].digest = its_round, 0
+        self._shared = SharedMemory([(one.owner, one.memory) for one in self._deliveries])
 
     def segments(self) -> list[Segment]:
         """Returns the reads that ranks may fetch for each other: those of the first round."""
@@ -312,50 +287,34 @@ class Load:
         Raises:
             KeyCollisionError: If tensors that share memory have different values in the checkpoint.
         """
-        last = max((one.round for one in self._deliveries), default=0)
-        for number in range(last + 1):
+        rounds = self._shared.rounds
+        last = max(rounds.values(), default=0)
+        for current in range(last + 1):
             with self.guarded():
-                download(self.store, self._wanted(number), self.config, self.stats, shared=shared)
+                wanted = self._wanted(current)
+                download(self.store, wanted, self.config, self.stats, shared=shared)
             shared = None
-            for one in (one for one in self._deliveries if one.round == number):
-                if one.put is not None:
-                    one.put()
-                if one.digest is not None:
-                    one.digest = one.current_digest()
-        self._check_shared_memory()
+            for number, one in enumerate(self._deliveries):
+                if rounds.get(number, 0) == current:
+                    if one.put is not None:
+                        one.put()
+                    if current < last:  # nothing is read into the memory of the last ones
+                        self._shared.note(number)
+        self._shared.check(self.uri)
         for finish in self._afterwards:
             finish()
 
     def close(self) -> None:
         """Drops the references to tensors, which would otherwise live until garbage collection."""
-        self._deliveries.clear()
-        self._afterwards.clear()
+        self._deliveries: list[_Delivery] = []  # in the order of the plan
+        self._afterwards: list[Callable[[], None]] = []
+        self._shared = SharedMemory(())
 
-    def _wanted(self, number: int) -> list[Wanted]:
+    def _wanted(self, current: int) -> list[Wanted]:
         """Returns the ranges to read in a round."""
-        of_round = (one for one in self._deliveries if one.round == number)
+        rounds, deliveries = self._shared.rounds, enumerate(self._deliveries)
+        of_round = (one for number, one in deliveries if rounds.get(number, 0) == current)
         return [want for one in of_round for want in one.wanted]
-
-    def _check_shared_memory(self) -> None:
-        """Checks that no tensor has overwritten the loaded values of another one in shared memory.
-
-        Raises:
-            KeyCollisionError: If a tensor has.
-        """
-        sharing = [one for one in self._deliveries if one.digest is not None]
-        sharing.sort(key=lambda one: -one.round)
-        for one in sharing:
-            if one.current_digest() != one.digest:
-                mine, name = (one.owner, one.memory), one.owner.fqn
-                others = [(other.owner, other.memory) for other in sharing]
-                names = [other[0].fqn for other in others if sharing_memory([mine, other])]
-                raise KeyCollisionError(
-                    f"{name} and {names[0]} share memory in the state dict, which can't hold the "
-                    "different values that they have in the checkpoint: give each a tensor of its "
-                    "own before the load (untie them), or leave one of them out of the state dict",
-                    uri=self.uri,
-                    item=name,
-                )
 
     def _is_in_memory(self, item: ReadItem, stored: StoredTensor, target: torch.Tensor) -> bool:
         """Whether another item, with the same stored bytes, is read into the same memory.
@@ -381,7 +340,7 @@ class Load:
         if not opaque and self._is_in_memory(item, stored, target):
             return
         wanted: list[Wanted] = []
-        self._deliveries.append(_Delivery(item.dest_index, wanted, _in_memory(target)))
+        self._deliveries.append(_Delivery(item.dest_index, wanted, in_memory(target)))
         source, dtype, config = stored.elements, stored.dtype, self.config
         limit = even_share(0, config.most_connections)
         for read in plan_boxes(
@@ -429,7 +388,7 @@ class Load:
     def _want_pickled_tensor(self, item: ReadItem, place: ItemPlace) -> None:
         delivery, sink = self._want_all(item, place.whole)
         target = settled(self.planner.resolve_tensor(item)).detach()
-        delivery.memory = _in_memory(target)
+        delivery.memory = in_memory(target)
         self._afterwards.append(lambda: self.planner.commit_tensor(item, target))
 
         def put() -> None:
@@ -478,17 +437,6 @@ class Load:
                 uri=self.uri,
                 item=fqn,
             )
-
-
-def _in_memory(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors that hold the elements of a tensor: itself, or those that it wraps.
-
-    Tensors without elements, or without memory that can be filled, are left out.
-    """
-    if travels_as_bytes(tensor):
-        names: Sequence[str] = cast(Any, tensor).__tensor_flatten__()[0]
-        return [part for name in names for part in _in_memory(getattr(tensor, name))]
-    return [tensor] if tensor.numel() and not why_not_filled(tensor) else []
 
 
 def _row_bytes(box: Box, stored: StoredTensor) -> int:

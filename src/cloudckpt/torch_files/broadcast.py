@@ -8,7 +8,7 @@ import io
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +25,7 @@ from cloudckpt.dcp.failures import portable_errors
 from cloudckpt.dcp.load_plan import check_types, conversions
 from cloudckpt.dcp.meeting import LOADING, Meeting
 from cloudckpt.dcp.reader import OurReader
+from cloudckpt.dcp.shared_memory import SharedMemory, in_memory
 from cloudckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -55,11 +56,13 @@ class _Script(NamedTuple):
         tensors: The element type and shape of each tensor, by name, in the order of the broadcasts.
         values: All values that are not tensors, pickled by ``torch.save``.
         world: The number of ranks that take part.
+        reader: The rank that reads the file.
     """
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     values: dict[str, bytes]
     world: int
+    reader: int
 
 
 class BroadcastingTorchSaveReader(OurReader):
@@ -89,7 +92,7 @@ class BroadcastingTorchSaveReader(OurReader):
         """
         Args:
             checkpoint_id: The location of the file, if it is not passed to ``load``.
-            coordinator_rank: The rank that reads the file; it must also coordinate the load.
+            coordinator_rank: Not used: the rank that coordinates the load reads the file.
             config: Options.
             trust_pickle: Whether the file's pickle may run any code.
 
@@ -97,7 +100,6 @@ class BroadcastingTorchSaveReader(OurReader):
             InvalidURIError: If ``checkpoint_id`` is not a valid location.
         """
         super().__init__()
-        self.coordinator_rank = coordinator_rank
         self.config = config_or_default(config)
         self.trust_pickle = trust_pickle
         self.transferred: Transferred | None = None
@@ -120,21 +122,13 @@ class BroadcastingTorchSaveReader(OurReader):
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Checks the location and the coordinator.
+        """Checks the location.
 
         Raises:
             InvalidURIError: If no location was given.
-            ConfigError: If a rank other than ``coordinator_rank`` coordinates the load.
         """
         if self._uri is None:
             raise InvalidURIError("a load needs a location: pass checkpoint_id")
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        if is_coordinator and dist.is_initialized() and rank != self.coordinator_rank:
-            raise ConfigError(
-                f"rank {rank} coordinates this load, but coordinator_rank is "
-                f"{self.coordinator_rank}: pass coordinator_rank={rank}",
-                uri=self.checkpoint_id,
-            )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Returns the plan unchanged."""
@@ -164,17 +158,18 @@ class BroadcastingTorchSaveReader(OurReader):
                 "to all: load on all ranks, or pass no_dist=True",
                 uri=self.checkpoint_id,
             )
-        stats = TransferStats(str(self._uri), self.coordinator_rank)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        stats = TransferStats(str(self._uri), rank)
         with portable_errors(str(self._uri)):
             state = load_torch_file(self._uri, self.config, stats, trust_pickle=self.trust_pickle)
             self.transferred = stats.snapshot()
             self._content = _by_name(state, str(self._uri))
             types = {item.storage_index.fqn: item.type for plan in plans for item in plan.items}
-            script = self._script(types, len(plans))
+            script = self._script(types, len(plans), rank)
         return [dataclasses.replace(plan, storage_data=script) for plan in plans]
 
-    def _script(self, types: Mapping[str, LoadItemType], world: int) -> _Script:
-        script = _Script({}, {}, world)
+    def _script(self, types: Mapping[str, LoadItemType], world: int, reader: int) -> _Script:
+        script = _Script({}, {}, world, reader)
         if missing := [fqn for fqn in types if fqn not in self._content]:
             raise MissingKeyError(
                 f"keys of the state dict are not in the file ({len(missing)}, such as "
@@ -202,6 +197,7 @@ class BroadcastingTorchSaveReader(OurReader):
             ShapeMismatchError: If a tensor has a different shape in the file and the state dict.
             UnsupportedTensorError: If a tensor of the state dict can't be loaded into, or its type
                 can't hold what the file has.
+            KeyCollisionError: If tensors that share memory have different values in the file.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
         with portable_errors(self.checkpoint_id), Span("load", str(self._uri), rank) as span:
@@ -219,31 +215,31 @@ class BroadcastingTorchSaveReader(OurReader):
         meeting = Meeting.of(None, no_dist=script.world == 1)
         device = "cpu" if meeting.group is None else device_for_collectives(meeting.group)
         targets = meeting.begin(lambda: self._targets(script, plan, planner), during=LOADING)
-        last: dict[str, torch.Tensor] = {}
+        order = [target for fqn in script.tensors for target in targets.get(fqn, ())]
+        shared = SharedMemory([(item.dest_index, in_memory(tensor)) for item, tensor in order])
+        last, filled = dict[str, torch.Tensor](), itertools.count()
 
-        def make_room(names: Iterable[str]) -> dict[str, torch.Tensor]:
+        def make_room(names: Sequence[str]) -> dict[str, torch.Tensor]:
             """Fills this rank's parts of the last batch, and returns tensors for the next one."""
             for fqn, whole in last.items():
                 for item, tensor in targets.get(fqn, ()):
                     copy_into(tensor, whole[_region(item)])
+                    shared.note(next(filled))
                 del whole
             last.clear()  # before there is room for the next
+            if not names:
+                shared.check(self.checkpoint_id)
             return {fqn: self._room(fqn, *script.tensors[fqn], device) for fqn in names}
 
         for names in (*_batches(script.tensors), ()):  # the last one only fills
             last = meeting.begin(functools.partial(make_room, names), during=LOADING)
             if meeting.group is not None:
-                self._broadcast(last)
-        for item, tensor in itertools.chain.from_iterable(targets.values()):
+                _broadcast(last, script.reader)
+        for item, tensor in order:
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(script.values[item.storage_index.fqn]))
-
-    def _broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for whole in tensors.values():
-            if whole.numel():
-                dist.broadcast(whole.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
 
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
@@ -287,6 +283,12 @@ class BroadcastingTorchSaveReader(OurReader):
         types = {fqn: dtype for fqn, (dtype, _) in script.tensors.items()}
         check_types(conversions(tensors, types.get), str(self._uri), logs=bool(self._content))
         return targets
+
+
+def _broadcast(tensors: Mapping[str, torch.Tensor], reader: int) -> None:
+    for whole in tensors.values():
+        if whole.numel():
+            dist.broadcast(whole.reshape(-1).view(torch.uint8), src=reader)
 
 
 def _batches(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iterator[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -42,9 +42,7 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor; if a collective is still filling it, waits and returns the result."""
     if type(tensor) is not AsyncCollectiveTensor:
         return tensor
-    wait: Any = tensor.trigger_wait
-    result: torch.Tensor = wait()
-    return result
+    return cast(torch.Tensor, cast(Any, tensor).trigger_wait())
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -128,8 +126,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     size = tensor.numel() * tensor.itemsize
     if size == 0:
         return memoryview(b"")
-    view: memoryview = memory_at(tensor.data_ptr(), size, _WRITABLE)
-    return view
+    return cast(memoryview, memory_at(tensor.data_ptr(), size, _WRITABLE))
 
 
 def sharing_memory(
@@ -137,7 +134,7 @@ def sharing_memory(
 ) -> dict[int, int]:
     """Finds entries whose memory overlaps that of other owners, and divides them into rounds.
 
-    A tensor's memory extends from its first to its last byte, including gaps. Within a round, plain
+    A tensor's memory extends from its first to its last byte, including gaps. Within a round, the
     tensors of different owners do not overlap.
 
     Args:
@@ -166,4 +163,7 @@ def sharing_memory(
         rounds[at] = max(stop, rounds[at][0]), owner
         groups[-1][number] = at
         reached = max(reached, stop)
-    return {number: at for group in groups if any(group.values()) for number, at in group.items()}
+    found = {number: at for group in groups if any(group.values()) for number, at in group.items()}
+    several = (number for number in found if len(entries[number][1]) > 1)
+    # one of several tensors may be in several groups: it gets a round of its own
+    return found | {number: at for at, number in enumerate(several, max((0, *found.values())) + 1)}
