@@ -100,7 +100,7 @@ def _named(text: str) -> set[str]:
 
 
 def _told_of(place: Place, kind, drawn: list[set[str]]) -> list[set[str]]:
-    save_plan.forget()
+    save_plan._plans.clear()
     copies._logged.clear()
     found = []
     try:

@@ -47,9 +47,9 @@ BASE = COMMIT
 
 @pytest.fixture(autouse=True)
 def forgetful():
-    save_plan.forget()
+    save_plan._plans.clear()
     yield
-    save_plan.forget()
+    save_plan._plans.clear()
 
 
 @dataclass

@@ -184,7 +184,7 @@ ROADS = {
 
 
 def _saved_by(road: str, place: Place, seeds: Sequence[int]) -> None:
-    save_plan.forget()
+    save_plan._plans.clear()
     try:
         for step, seed in enumerate(seeds, 1):
             there = ROADS[road](place, step, spread(step, seed))

@@ -28,7 +28,7 @@ __all__ = [
     "portable",
     "portable_errors",
     "release_frames",
-    "unpickled_plan",
+    "unpickled",
 ]
 
 logger = logging.getLogger("cloudckpt")
@@ -72,18 +72,19 @@ def portable_errors(uri: str | None) -> Iterator[None]:
         raise raised from exc
 
 
-def unpickled_plan(plan: bytes, uri: str | None) -> Any:
-    """Returns a plan that another rank has pickled.
+def unpickled(data: bytes, uri: str | None) -> Any:
+    """Returns a plan, or the results of a writer, that another rank has pickled.
 
     Raises:
-        CheckpointError: If the plan can't be unpickled.
+        CheckpointError: If it can't be unpickled.
     """
     try:
-        return pickle.loads(plan)  # noqa: S301 - of a rank of this job
+        return pickle.loads(data)  # noqa: S301 - of a rank of this job
     except Exception as exc:
         raise CheckpointError(
-            "a plan of a custom planner can't be unpickled on another rank: plan with classes "
-            "that pickle can restore there, from a module that every rank can import",
+            "a plan of a custom planner, or a result of a custom writer, can't be unpickled on "
+            "another rank: use classes that pickle can restore there, from a module that every "
+            "rank can import",
             uri=uri,
             cause=exc,
         ) from exc

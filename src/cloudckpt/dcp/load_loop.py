@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from cloudckpt.dcp.content import Content
-from cloudckpt.dcp.failures import one_error, unpickled_plan
+from cloudckpt.dcp.failures import one_error, unpickled
 from cloudckpt.dcp.load_plan import CloudLoadPlanner
 from cloudckpt.dcp.loading import Load, Offer, SharedReads
 from cloudckpt.dcp.meeting import LOADING, Meeting, RankStatus, all_expected
@@ -213,7 +213,7 @@ class _Load:
         offer: Offer | None = None
         if terms.begins and status.failure is None:
             try:
-                plan = unpickled_plan(part, self._uri) if part else self._local_plan(terms)
+                plan = unpickled(part, self._uri) if part else self._local_plan(terms)
                 offer = self._prepare(plan, terms.shares, until_the_end)
             except BaseException as error:  # noqa: BLE001 - reported to all ranks
                 status = status._replace(failure=error)
@@ -267,7 +267,7 @@ class _Load:
             return pickle.dumps(self._local_plan(terms))
 
         def divide(pickled: list[bytes]) -> list[bytes]:
-            plans = [unpickled_plan(plan, self._uri) for plan in pickled]
+            plans = [unpickled(plan, self._uri) for plan in pickled]
             plans = self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
             return [pickle.dumps(plan) for plan in plans]
 

@@ -286,16 +286,8 @@ class CloudStorageReader(OurReader):
         return metadata
 
     def packed(self) -> bytes | Model:
-        """Returns the metadata in a form that the readers of other ranks can :meth:`adopt`.
-
-        Raises:
-            ValueError: If the metadata were not read yet.
-        """
-        if self._model is not None:
-            return self._model
-        if self._fetched is None:
-            raise ValueError("the metadata was not read yet: call read_metadata() first")
-        return pickle.dumps(self._fetched)
+        """Returns the metadata that were read, for the readers of other ranks to :meth:`adopt`."""
+        return pickle.dumps(self._fetched) if self._model is None else self._model
 
     def adopt(self, packed: bytes | bytearray | memoryview | Model) -> Metadata:
         """Takes over the metadata that another rank's reader has read, and returns them.

@@ -30,7 +30,6 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.manifest import Manifest, Planned
@@ -41,7 +40,7 @@ from cloudckpt.checkpoint.structure import Flat
 from cloudckpt.checkpoint.torch_private import flatten_sharded_tensors, forget_plans
 from cloudckpt.dcp import incremental, save_plan
 from cloudckpt.dcp.copies import Copies, Described, Shared, are_alike, refuse_or_tell
-from cloudckpt.dcp.failures import unpickled_plan
+from cloudckpt.dcp.failures import unpickled
 from cloudckpt.dcp.global_plan import plan_together, record_of
 from cloudckpt.dcp.meeting import PLAN_ANEW, PLAN_EACH_TIME, Meeting, RankStatus
 from cloudckpt.dcp.reader import committed_metadata
@@ -216,8 +215,8 @@ class SaveLoop:
     def _by_protocol(self) -> Metadata:
         """Plans, writes and commits with torch's calls, for custom planners and derived writers.
 
-        Plans are pickled here, not by the collectives: a rank that can't unpickle a custom class
-        would leave the others waiting.
+        Plans and results are pickled here, not by the collectives: a rank that can't pickle or
+        unpickle a custom class would leave the others waiting.
         """
         writer, planner, ours = self.writer, self._planner, self._ours
         meeting = self._meeting
@@ -237,20 +236,20 @@ class SaveLoop:
 
         def global_step(plans: list[bytes]) -> list[bytes]:
             with paused_gc():
-                loaded = [unpickled_plan(plan, self._uri) for plan in plans]
+                loaded = [unpickled(plan, self._uri) for plan in plans]
                 loaded, metadata = planner.create_global_plan(loaded)
                 planned.append(metadata)
                 return [pickle.dumps(plan) for plan in writer.prepare_global_plan(loaded)]
 
-        def write_data() -> list[WriteResult]:
-            plan = planner.finish_plan(unpickled_plan(part, self._uri))
+        def write_data() -> bytes:
+            plan = planner.finish_plan(unpickled(part, self._uri))
             future = writer.write_data(plan, planner)
             future.wait()
-            return future.value()
+            return pickle.dumps(future.value())
 
-        def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
+        def finish_checkpoint(results: list[bytes]) -> str | Metadata:
             with committing(writer):
-                writer.finish(planned[0], results)
+                writer.finish(planned[0], [unpickled(one, self._uri) for one in results])
             return writer.attempt if isinstance(writer, CloudStorageWriter) else planned[0]
 
         part = meeting.divided_by_first("plan", local_step, global_step, self._uri)

@@ -63,7 +63,6 @@ __all__ = [
     "drop",
     "find",
     "flags_of",
-    "forget",
     "lost_by_flattening",
     "new_number",
     "outline_of",
@@ -359,12 +358,6 @@ def remember(plan: KnownPlan) -> None:
     if plan.key is not None:
         with _lock:
             _plans[:] = [plan, *(other for other in _plans if other.key != plan.key)][:_MOST]
-
-
-def forget() -> None:
-    """Drops all kept plans."""
-    with _lock:
-        _plans.clear()
 
 
 def flags_of(planner: object) -> tuple[Any, ...] | None:
