@@ -306,11 +306,11 @@ def load_prepared(
 
         def content() -> Content:
             _check_dict(state_dict)
-            # torch sorts the keys, which fails on a mix of integers and strings
-            named = {str(key): value for key, value in state_dict.items()}
+            # in one order on all ranks, as in torch: methods of a Stateful may be collective calls
+            named = {str(key): state_dict[key] for key in sorted(state_dict, key=str)}
             if len(named) < len(state_dict):
                 Flat(state_dict)  # names two keys that become the same string
-            return Content(named, meeting.rank, sorts=True)
+            return Content(named, meeting.rank)
 
         def begin() -> tuple[StorageReader, LoadPlanner | None, Content]:
             made, content_to_load = _prepare_with_content(prepare, content)

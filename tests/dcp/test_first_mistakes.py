@@ -91,6 +91,13 @@ def test_a_container_within_itself_or_nested_without_end_is_named(tmp_path, road
 
 
 @pytest.mark.parametrize("act", [cloudckpt.save, cloudckpt.load])
+def test_a_class_in_place_of_a_model_is_named(tmp_path, act):
+    with pytest.raises(TypeError) as caught:
+        act({"nets": [{"a": torch.nn.Linear}]}, checkpoint_id=tmp_path)
+    assert caught.value.__notes__ == ["in state_dict of nets.0.a"]
+
+
+@pytest.mark.parametrize("act", [cloudckpt.save, cloudckpt.load])
 def test_a_model_in_place_of_a_state_dict_is_named(tmp_path, act):
     with pytest.raises(ConfigError, match=r"not a Linear: pass \{'model': \.\.\.\} with"):
         act(torch.nn.Linear(2, 2), checkpoint_id=tmp_path)

@@ -104,13 +104,12 @@ class Content:
         others: After :meth:`fit`, the names of other ranks' values.
     """
 
-    def __init__(self, state_dict: Mapping[Any, Any], rank: int, *, sorts: bool = False) -> None:
+    def __init__(self, state_dict: Mapping[Any, Any], rank: int) -> None:
         """Replaces the ``Stateful`` and ``PerRank`` values; the given state dict is not changed.
 
         Args:
             state_dict: The state dict.
             rank: This rank, in the group that saves or loads.
-            sorts: Whether ``state_dict()`` is called in the order of the keys.
 
         Raises:
             UnsupportedValueError: If a container contains itself, or a tuple holds a value that has
@@ -125,9 +124,8 @@ class Content:
         # whether a container is rebuilt, by its id; the original is rebuilt in any case
         self._is_rebuilt: dict[int, bool] = {id(state_dict): True}
         check_nesting(state_dict)
-        keys = sorted(state_dict) if sorts else [*state_dict]
         self.state: dict[Any, Any] = {
-            key: self._saved(state_dict[key], (str(key),)) for key in keys
+            key: self._saved(value, (str(key),)) for key, value in state_dict.items()
         }
 
     def _saved(self, value: Any, path: Path) -> Any:
@@ -141,7 +139,11 @@ class Content:
             self._own.append(_Own(path, value, inner))
             return inner
         if _is_stateful(value):
-            state = self._states[path] = value.state_dict()
+            try:
+                state = self._states[path] = value.state_dict()
+            except Exception as exc:
+                _note(exc, f"in state_dict of {'.'.join(map(str, path))}")
+                raise
             check_nesting({"": state})
             return self._saved(state, path) if isinstance(state, Mapping) else state
         if not self._is_rebuilt.get(id(value), _may_be_rebuilt(value)):
@@ -370,9 +372,13 @@ def _fill(value: Any, state: Any, name: str) -> None:
         if isinstance(exc, (CheckpointCorruptError, CheckpointNotFoundError)):
             message = f"load_state_dict of {name} failed to load another checkpoint: see the cause"
             raise CheckpointError(message, item=name, cause=exc) from exc
-        noted: Any = exc  # Python 3.10 has no add_note()
-        noted.__notes__ = [*getattr(exc, "__notes__", ()), f"in load_state_dict of {name}"]
+        _note(exc, f"in load_state_dict of {name}")
         raise
+
+
+def _note(error: Any, note: str) -> None:
+    """Adds a note to an error; Python 3.10 has no ``add_note()``."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
 def _items_of(container: Any) -> Any:
