@@ -307,7 +307,7 @@ def _of_machine(meminfo: str) -> int | None:
 
 
 def _of_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None:
-    """Returns how many bytes a cgroup may still use; None if it has no limit.
+    """Returns how many bytes a cgroup may still use; None if it has no limit, or none is known.
 
     File pages that were not used recently count as free.
     """

@@ -441,9 +441,9 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
 
 
 def _paths() -> list[str]:
-    """Returns the trainer's module search path, always including this package.
+    """Returns the trainer's module search path, with the folder of this package at its end.
 
-    The current folder may have changed since the trainer imported the package relative to it.
+    The current folder may have changed since the trainer imported the package by a relative path.
     """
     own = os.path.abspath(__file__)
     for _ in __name__.split("."):

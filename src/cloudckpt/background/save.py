@@ -145,7 +145,7 @@ class Save:
             self._has_begun_writing = True
 
     def skip(self, *, is_stuck: bool) -> None:
-        """Ends the save before it has begun, as skipped.
+        """Marks the save, which has not begun, as skipped, and completes its futures.
 
         Args:
             is_stuck: Whether the reason is that the previous save makes no progress.

@@ -547,7 +547,7 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
 
 
 def _plain(container: Any, copies: dict[Any, Any]) -> Any:
-    """Returns the entries of a mapping or list, as copied so far, in a plain dict or list."""
+    """Returns a plain dict or list of a container's entries, copied ones replaced by ``copies``."""
     made: Any = dict(container.items()) if isinstance(container, Mapping) else list(container)
     for key, entry in copies.items():
         made[key] = entry

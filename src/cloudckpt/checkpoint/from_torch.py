@@ -30,7 +30,7 @@ def table_of_metadata(metadata: Metadata) -> Table:
     """Converts torch's metadata to a :class:`Table`, which has no storage locations.
 
     Raises:
-        NotInColumnsError: If the metadata contain anything but torch's classes.
+        NotInColumnsError: If the metadata contain other classes than torch's, or invalid numbers.
     """
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     if type(metadata) is not Metadata or vars(metadata).keys() - known:

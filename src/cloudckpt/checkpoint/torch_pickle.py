@@ -114,7 +114,7 @@ class _Opcodes:
         self._count += 1
 
     def _remember(self, value: Any) -> None:
-        """Puts a value into the pickle's memo, for use by later values; for the first 256 only."""
+        """Puts a value into the pickle's memo for later use; it must be one of the first 256."""
         if (code := _coded(value)) not in self._gets:
             self._memoize(self._short(value))
             self._gets = {code: b"h" + bytes([self._count - 1]), **self._gets}

@@ -168,7 +168,7 @@ class _Load:
             raise one_error({0: error}, 0, LOADING, self._uri) from error
 
     def reported(self) -> LoadReport:
-        """Returns the report of the load; logs notes, and on the first rank also the report."""
+        """Returns the report of the load; logs it on rank 0, and notes on ``per_rank`` values."""
         planner, content, uri = self._planner, self.content, self._uri or ""
         for note in content.notes:
             logger.warning("%s: %s", uri, note)

@@ -457,7 +457,7 @@ class CloudStorageWriter(OurWriter):
         metadata.version = manifest.metadata.version
 
     def finish_with(self, planned: Planned, written: Sequence[Record]) -> Manifest:
-        """Commits the items that the ranks have written; raises as :meth:`finish` does.
+        """Commits the items that the ranks have written; for errors see :meth:`finish`.
 
         Args:
             planned: The plan of all ranks.
