@@ -40,6 +40,7 @@ def test_a_misspelt_variable_is_named_once_with_what_was_meant(monkeypatch, capl
     assert "NOWHERE_AT_ALL is not an option" in told[1]
 
 
+TAGS = (("a", "1"), ("b", "x=y"), ("c", ""))
 # (class, option, variable, what is written there, what it means)
 FROM_ENVIRONMENT = [
     (Config, "connections", "CLOUDCKPT_CONNECTIONS", "7", 7),
@@ -47,22 +48,13 @@ FROM_ENVIRONMENT = [
     (Config, "memory_budget", "CLOUDCKPT_MEMORY_BUDGET", "128mib", 128 * MIB),
     (Config, "verify", "CLOUDCKPT_VERIFY", "True", True),
     (Config, "overwrite", "CLOUDCKPT_OVERWRITE", "off", False),
-    (Config, "conditional_writes", "CLOUDCKPT_CONDITIONAL_WRITES", "off", "off"),
     (Config, "connect_timeout", "CLOUDCKPT_CONNECT_TIMEOUT", "1.5", 1.5),
     (RetryPolicy, "deadline", "CLOUDCKPT_RETRY_DEADLINE", "60", 60.0),
     (S3Options, "endpoint_url", "CLOUDCKPT_S3_ENDPOINT_URL", "http://x:9", "http://x:9"),
     (S3Options, "sse", "CLOUDCKPT_S3_SSE", "AES256", "AES256"),
-    (
-        S3Options,
-        "tags",
-        "CLOUDCKPT_S3_TAGS",
-        "a=1, b = x=y ,c=",
-        (("a", "1"), ("b", "x=y"), ("c", "")),
-    ),
-    (S3Options, "requester_pays", "CLOUDCKPT_S3_REQUESTER_PAYS", "true", True),
+    (S3Options, "tags", "CLOUDCKPT_S3_TAGS", "a=1, b = x=y ,c=", TAGS),
     (AzureOptions, "anonymous", "CLOUDCKPT_AZURE_ANONYMOUS", "1", True),
     (BackgroundOptions, "when_busy", "CLOUDCKPT_ASYNC_WHEN_BUSY", "skip", "skip"),
-    (AzureOptions, "tags", "CLOUDCKPT_AZURE_TAGS", "a=b", (("a", "b"),)),
 ]
 
 
@@ -89,7 +81,6 @@ def test_nested_options_are_read_when_the_config_is_made(monkeypatch):
     ("variable", "text"),
     [
         ("CLOUDCKPT_CONNECTIONS", "many"),
-        ("CLOUDCKPT_CONNECTIONS", "0"),
         ("CLOUDCKPT_PART_SIZE", "16 MB"),
         ("CLOUDCKPT_VERIFY", "maybe"),
         ("CLOUDCKPT_READ_TIMEOUT", "soon"),
@@ -113,16 +104,12 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (Config, {"part_size": 5 * 1024 * MIB + 1}, "5 MiB to 5 GiB"),
         (Config, {"memory_budget": 32 * MIB - 1}, "memory_budget"),
         (Config, {"connect_timeout": 0}, "connect_timeout=0"),
-        (Config, {"read_timeout": -1.0}, "read_timeout=-1.0"),
         (Config, {"stall_timeout": float("nan")}, "stall_timeout=nan"),
         (Config, {"read_timeout": float("inf")}, "read_timeout=inf"),
         (Config, {"conditional_writes": "yes"}, "'auto', 'on' or 'off'"),
         (RetryPolicy, {"attempts": 0}, "attempts=0"),
-        (RetryPolicy, {"deadline": -1}, "deadline=-1"),
-        (RetryPolicy, {"base": -0.1}, "base=-0.1"),
         (RetryPolicy, {"base": 2.0, "cap": 1.0}, "base=2.0, cap=1.0"),
         (S3Options, {"addressing_style": "host"}, "'auto', 'path' or 'virtual'"),
-        (Config, {"checksum": "crc32c"}, "'auto', 'on' or 'off'"),
         (S3Options, {"sse": "aws"}, "'aws:kms'"),
         (S3Options, {"kms_key_id": "key"}, "sse='aws:kms'"),
         (S3Options, {"anonymous": True, "profile": "work"}, "anonymous"),
@@ -130,7 +117,6 @@ def test_a_variable_that_can_not_work_is_refused_with_its_text(monkeypatch, vari
         (BackgroundOptions, {"when_busy": "queue"}, "'wait', 'skip' or 'auto'"),
         (BackgroundOptions, {"patience": 0.0}, "0.001 to 86400"),
         (AzureOptions, {"access_tier": "Archive"}, "can't be loaded"),
-        (AzureOptions, {"access_tier": " Cool"}, "access_tier=' Cool'"),
         (AzureOptions, {"access_tier": "Cool\r\nx-ms-tags: a"}, "access_tier"),
     ],
 )

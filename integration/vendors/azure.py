@@ -18,7 +18,7 @@ from azure.storage.blob import BlobBlock, ContainerClient, StandardBlobTier
 from cloudckpt import AzureOptions, Config
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.stores.azure.store import AzureStore, block_id
-from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ATTEMPT, CopySource, ObjectInfo, Part, Upload
 
 from .differences import Operation
 from .recorder import Answer, Recorded
@@ -163,7 +163,7 @@ def _writing(
 
     yield Operation(f"{name}: put", put(overwrite=True), our_put())
     create_only = put(overwrite=False)
-    yield Operation(f"{name}: put, create only", create_only, our_put(if_absent=True))
+    yield Operation(f"{name}: put, create only", create_only, our_put(if_version=""))
     replace = put(overwrite=True, **unchanged)
     yield Operation(f"{name}: put, replace", replace, our_put(if_version=TAG))
 
@@ -188,14 +188,14 @@ def _writing(
     yield Operation(
         f"{name}: copy",
         lambda: blob.start_copy_from_url(source, requires_sync=True, **pinned, **missing, **new),
-        lambda: store.copy(store, found, KEY, attempt=NAME, if_absent=True),
+        lambda: store.copy(CopySource(store, found), KEY, attempt=NAME, if_version=""),
     )
     yield Operation(
         f"{name}: copied part",
         lambda: blob.stage_block_from_url(
             f"{UPLOAD.id}00001", source, source_offset=3, source_length=len(DATA) - 3, **scope
         ),
-        lambda: store.copy_part(store, found, UPLOAD, 1, 3, len(DATA)),
+        lambda: store.copy_part(CopySource(store, found), UPLOAD, 1, 3, len(DATA)),
     )
     yield Operation(
         f"{name}: blocks, as abort lists them",

@@ -18,7 +18,7 @@ from google.cloud.storage import transfer_manager
 
 from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ATTEMPT, CopySource, ObjectInfo, Part, Upload
 from cloudckpt.stores.gcs.store import GCSStore
 
 from .differences import Operation
@@ -195,7 +195,7 @@ def _writing(
 
     yield Operation(f"{name}: put", put(), our_put())
     create_only = put(if_generation_match=0)
-    yield Operation(f"{name}: put, create only", create_only, our_put(if_absent=True))
+    yield Operation(f"{name}: put, create only", create_only, our_put(if_version=""))
     replace = put(if_generation_match=int(GENERATION))
     yield Operation(f"{name}: put, replace", replace, our_put(if_version=GENERATION))
 
@@ -263,7 +263,7 @@ def _copying(
     return Operation(
         f"{name}: copy",
         copy,
-        lambda: store.copy(store, found, KEY, attempt=NAME, if_absent=True),
+        lambda: store.copy(CopySource(store, found), KEY, attempt=NAME, if_version=""),
     )
 
 

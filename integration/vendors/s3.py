@@ -16,7 +16,7 @@ from botocore import UNSIGNED
 
 from cloudckpt import Config, S3Options
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.stores.base import ATTEMPT, ObjectInfo, Part, Upload
+from cloudckpt.stores.base import ATTEMPT, CopySource, ObjectInfo, Part, Upload
 from cloudckpt.stores.s3.store import S3Store
 
 from .differences import Operation
@@ -184,7 +184,7 @@ def _writing(
 
     yield Operation(f"{name}: put", put({}), our_put())
     create_only = put({"IfNoneMatch": "*"})
-    yield Operation(f"{name}: put, create only", create_only, our_put(if_absent=True))
+    yield Operation(f"{name}: put, create only", create_only, our_put(if_version=""))
     replace = put({"IfMatch": TAG})
     yield Operation(f"{name}: put, replace", replace, our_put(if_version=TAG))
     yield Operation(
@@ -221,13 +221,13 @@ def _writing(
     yield Operation(
         f"{name}: copy",
         lambda: client.copy_object(**at, **new, **algorithm, **source, **as_new, IfNoneMatch="*"),
-        lambda: store.copy(store, found, KEY, attempt=NAME, if_absent=True),
+        lambda: store.copy(CopySource(store, found), KEY, attempt=NAME, if_version=""),
     )
     span = {"CopySourceRange": f"bytes=3-{len(DATA) - 1}", "PartNumber": 1}
     yield Operation(
         f"{name}: copied part",
         lambda: client.upload_part_copy(**of_upload, **source, **span),
-        lambda: store.copy_part(store, found, UPLOAD, 1, 3, len(DATA)),
+        lambda: store.copy_part(CopySource(store, found), UPLOAD, 1, 3, len(DATA)),
     )
     yield Operation(
         f"{name}: abort",

@@ -117,7 +117,7 @@ def save_file(
             if must_be_new or if_version is not None:
                 content = source.read()
                 span.nbytes = len(content)
-                info = _put_on_condition(store, key, content, must_be_new, if_version, config)
+                info = _put_on_condition(store, key, content, if_version or "", config)
             else:
                 stats = TransferStats(str(location), 0, expected)
                 with WrittenFile(store, key, config, expected=expected, stats=stats) as file:
@@ -236,8 +236,7 @@ def _put_on_condition(
     store: ObjectStore,
     key: str,
     content: bytes,
-    if_absent: bool,
-    if_version: str | None,
+    if_version: str,
     config: Config,
 ) -> ObjectInfo:
     """Writes an object in one request: some stores ignore conditions of multipart uploads.
@@ -264,6 +263,4 @@ def _put_on_condition(
     folder, slash, _ = key.rpartition("/")
     trial = folder + slash + trial_name(random_suffix())
     conditions_work(store, config.conditional_writes, trial, retrier)
-    return put_whole(
-        store, key, memoryview(content), retrier, if_absent=if_absent, if_version=if_version
-    )
+    return put_whole(store, key, memoryview(content), retrier, if_version=if_version)

@@ -48,16 +48,11 @@ class Bucket(MemoryStore):
         self.capabilities = dataclasses.replace(self.capabilities, conditional_writes=None)
         self.ignored = ignored
 
-    def put(self, key, body, *, checksum, if_absent=False, if_version=None, **others):
+    def put(self, key, body, *, checksum, if_version=None, **others):
         assert checksum == self.capabilities.checksum.of(b"".join(body))
-        return super().put(
-            key,
-            body,
-            checksum=checksum,
-            if_absent=if_absent and "if_absent" not in self.ignored,
-            if_version=None if "if_version" in self.ignored else if_version,
-            **others,
-        )
+        if ("version" if if_version else "absence") in self.ignored:
+            if_version = None
+        return super().put(key, body, checksum=checksum, if_version=if_version, **others)
 
 
 @pytest.fixture
@@ -352,8 +347,8 @@ class Forgetful(Bucket):
 class Refusing(Bucket):
     """Knows no conditions."""
 
-    def put(self, key, body, *, if_absent=False, if_version=None, **others):
-        if if_absent or if_version:
+    def put(self, key, body, *, if_version=None, **others):
+        if if_version is not None:
             raise InvalidRequestError("no such header")
         return super().put(key, body, **others)
 
@@ -361,7 +356,7 @@ class Refusing(Bucket):
 @pytest.mark.parametrize(
     "bucket",
     [
-        *(Bucket("if_absent"), Bucket("if_version"), Bucket("if_absent", "if_version")),
+        *(Bucket("absence"), Bucket("version"), Bucket("absence", "version")),
         *(Forgetful(), Refusing()),
     ],
 )

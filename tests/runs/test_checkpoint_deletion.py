@@ -94,7 +94,7 @@ def test_a_commit_that_is_sent_once_more_meanwhile_goes_too(store) -> None:
 
     def send_again(key: str) -> None:
         if store.has_lost_its_commit:
-            store.put(uri.key(".metadata"), [memoryview(commit)], checksum=0, if_absent=True)
+            store.put(uri.key(".metadata"), [memoryview(commit)], checksum=0, if_version="")
 
     store.before = send_again
     delete(uri, config=CONFIG)

@@ -17,7 +17,7 @@ from cloudckpt.errors import (
     ServerError,
     ThrottledError,
 )
-from cloudckpt.stores.base import ObjectInfo, Upload
+from cloudckpt.stores.base import CopySource, ObjectInfo, Upload
 from support.dialects import error_xml, xml_of
 
 FOUND = ObjectInfo("run/a b", 100, '"etag"')
@@ -26,8 +26,8 @@ UPLOAD = Upload("run/copy", "0123456789abcdef", 5 << 20)
 
 
 VERBS = {
-    "copy": lambda store: store.copy(store, FOUND, "run/copy"),
-    "copy_part": lambda store: store.copy_part(store, FOUND, UPLOAD, 1, 0, 10),
+    "copy": lambda store: store.copy(CopySource(store, FOUND), "run/copy"),
+    "copy_part": lambda store: store.copy_part(CopySource(store, FOUND), UPLOAD, 1, 0, 10),
 }
 
 
@@ -59,7 +59,7 @@ def test_an_error_in_the_body_of_a_success_is_raised(server, open_s3, verb, code
 def test_an_answer_that_is_none_leaves_open_whether_s3_has_copied(server, open_s3, body):
     server.answer(body=body)
     with pytest.raises(ServerError) as caught:
-        open_s3().copy(open_s3(), FOUND, "run/copy")
+        open_s3().copy(CopySource(open_s3(), FOUND), "run/copy")
     assert not caught.value.certain
 
 
@@ -69,7 +69,7 @@ def test_a_checksum_that_is_made_of_those_of_parts_is_not_taken_for_the_copys(se
         {"ChecksumCRC32C": CRC, "ChecksumType": "COMPOSITE"},
     ):
         server.answer(body=xml_of("CopyObjectResult", ETag='"new"', **told))
-        assert open_s3().copy(open_s3(), FOUND, "run/copy").checksum is None
+        assert open_s3().copy(CopySource(open_s3(), FOUND), "run/copy").checksum is None
 
 
 # Azure

@@ -7,6 +7,7 @@ import pytest
 from cloudckpt import Config, GCSOptions
 from cloudckpt.checksum import CRC32C
 from cloudckpt.errors import AccessDeniedError, ConnectionLostError
+from cloudckpt.stores.base import CopySource
 from cloudckpt.stores.gcs.store import GCSStore
 from support.contract import StoreContract, put_part
 from support.contract.data import put as put_at
@@ -123,8 +124,8 @@ def test_a_copy_that_takes_several_calls_goes_on_where_it_was(state, open_gcs):
     found = put_at(store, "source", data)
     state.inject(lambda r: r.query.get("rewriteToken") == "600", None)
     with pytest.raises(ConnectionLostError):
-        store.copy(store, found, "copy")
-    copied = store.copy(store, found, "copy")
+        store.copy(CopySource(store, found), "copy")
+    copied = store.copy(CopySource(store, found), "copy")
     assert (copied.size, copied.checksum) == (1000, CRC32C.of(data))
     assert state.find("bucket", "copy").data == data
     calls = [request for request in state.requests if "/rewriteTo/" in request.path]
@@ -155,6 +156,6 @@ def test_nothing_that_is_written_may_be_cached(state, open_gcs):
     put(store, b"1")
     upload = store.create_upload("in parts", 5 * 1024**2)
     store.complete_upload(upload, [put_part(store, upload, 1, b"2")])
-    store.copy(store, store.head(KEY), "copy")
+    store.copy(CopySource(store, store.head(KEY)), "copy")
     found = {stored.attributes.cache_control for stored in state.objects.values()}
     assert found == {"no-store"}

@@ -74,7 +74,7 @@ def test_a_folder_that_is_deleted_just_then_is_made_again_but_not_forever(
         assert len(begun) < deletions
 
 
-@pytest.mark.parametrize("condition", [{"if_absent": True}, {"if_version": "another"}])
+@pytest.mark.parametrize("condition", [{"if_version": ""}, {"if_version": "another"}])
 def test_a_refused_object_leaves_nothing_behind(store, tmp_path, condition):
     put(store, tmp_path / "object", b"old")
     with pytest.raises(StoreError):
@@ -92,8 +92,8 @@ def test_a_stopped_object_leaves_nothing_behind(store, tmp_path):
     assert files_below(tmp_path) == []
 
 
-@pytest.mark.parametrize("if_absent", [True, False])
-def test_bytes_and_entry_are_on_the_disk_before_it_is_said(store, tmp_path, monkeypatch, if_absent):
+@pytest.mark.parametrize("version", ["", None])
+def test_bytes_and_entry_are_on_the_disk_before_it_is_said(store, tmp_path, monkeypatch, version):
     key, synced = tmp_path / "object", []
     fsync = os.fsync
 
@@ -103,13 +103,13 @@ def test_bytes_and_entry_are_on_the_disk_before_it_is_said(store, tmp_path, monk
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
-    put(store, key, b"data", if_absent=if_absent)
+    put(store, key, b"data", if_version=version)
     assert synced[0] == ("file", "invisible")
     assert synced[-1] == ("folder", "visible")
 
 
-@pytest.mark.parametrize("if_absent", [True, False])
-def test_a_file_that_may_not_stay_is_not_called_missing(store, tmp_path, monkeypatch, if_absent):
+@pytest.mark.parametrize("version", ["", None])
+def test_a_file_that_may_not_stay_is_not_called_missing(store, tmp_path, monkeypatch, version):
     """The entry is there, and the disk fails to make it last."""
     key = tmp_path / "object"
     fsync = os.fsync
@@ -121,7 +121,7 @@ def test_a_file_that_may_not_stay_is_not_called_missing(store, tmp_path, monkeyp
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(CommitUnknownError, match="moved to its name") as caught:
-        put(store, key, b"data", if_absent=if_absent)
+        put(store, key, b"data", if_version=version)
     assert caught.value.uri == key.as_uri()
     assert key.read_bytes() == b"data"
 
@@ -131,6 +131,7 @@ def test_a_file_that_may_not_stay_is_not_called_missing(store, tmp_path, monkeyp
     [
         *itertools.product(["link", "replace"], [errno.EIO, errno.ESTALE, errno.ENOENT]),
         ("link", errno.EEXIST),
+        ("unlink", errno.ENOENT),
     ],
 )
 def test_a_step_that_was_taken_though_it_failed_is_recognized(
@@ -144,7 +145,7 @@ def test_a_step_that_was_taken_though_it_failed_is_recognized(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, step, fail)
-    info = put(store, key, b"data", if_absent=step == "link")
+    info = put(store, key, b"data", if_version=None if step == "replace" else "")
     assert (key.read_bytes(), store.head(str(key))) == (b"data", info)
     assert files_below(tmp_path) == ["object"]
 
@@ -160,6 +161,7 @@ def test_a_step_that_was_taken_though_it_failed_is_recognized(
         (errno.ENOSPC, True),
         (errno.EACCES, True),
         (errno.EROFS, True),
+        (errno.ENAMETOOLONG, True),
     ],
 )
 def test_a_step_that_may_have_been_taken_has_not_failed_for_certain(
@@ -167,7 +169,7 @@ def test_a_step_that_may_have_been_taken_has_not_failed_for_certain(
 ):
     monkeypatch.setattr(os, step, fail_with(number))
     with pytest.raises(StoreError) as caught:
-        put(store, tmp_path / "object", b"data", if_absent=step == "link")
+        put(store, tmp_path / "object", b"data", if_version="" if step == "link" else None)
     assert caught.value.certain is certain
 
 
@@ -185,7 +187,7 @@ def test_a_file_system_is_told_what_it_lacks(
 ):
     monkeypatch.setattr(module, call, fail_with(number))
     with pytest.raises(InvalidRequestError, match=told) as caught:
-        put(store, tmp_path / "object", b"data", if_absent=True)
+        put(store, tmp_path / "object", b"data", if_version="")
     assert caught.value.certain
     assert files_below(tmp_path) == []
     if call == "link":
@@ -224,11 +226,11 @@ def test_the_errors_of_the_file_system_have_names(store, tmp_path, monkeypatch, 
     assert files_below(tmp_path) == []
 
 
-@pytest.mark.parametrize("if_absent", [True, False])
-def test_a_folder_in_the_place_of_a_file_is_said(store, tmp_path, if_absent):
+@pytest.mark.parametrize("version", ["", None])
+def test_a_folder_in_the_place_of_a_file_is_said(store, tmp_path, version):
     (tmp_path / "a").mkdir()
     with pytest.raises(InvalidRequestError, match="a folder has the name of this file"):
-        put(store, tmp_path / "a", b"x", if_absent=if_absent)
+        put(store, tmp_path / "a", b"x", if_version=version)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -285,6 +287,22 @@ def test_a_file_that_another_machine_replaces_while_it_is_read_is_read_again(
     assert (bytes(memory), stale) == (b"data", [])
 
 
+def test_a_version_is_that_of_the_file_as_it_is_opened(store, tmp_path, monkeypatch):
+    """NFS: what a machine remembers of a file that it does not open may be a minute old."""
+    key, ask = tmp_path / "object", os.stat
+    old = put(store, key, b"old")
+    remembered = os.stat(key)
+    put(store, key, b"of another machine")
+    monkeypatch.setattr(
+        os, "stat", lambda path, **more: remembered if path == str(key) else ask(path, **more)
+    )
+    with pytest.raises(PreconditionFailedError):
+        put(store, key, b"new", if_version=old.version)
+    with pytest.raises(PreconditionFailedError):
+        store.delete(str(key), if_version=old.version)
+    assert key.read_bytes() == b"of another machine"
+
+
 @pytest.mark.parametrize("new", [b"new", b"new and longer"])
 def test_a_file_that_is_replaced_while_it_is_read_is_read_whole(store, tmp_path, monkeypatch, new):
     key, info_of, replace = tmp_path / "object", local._info, [new]
@@ -329,7 +347,7 @@ def test_a_process_that_is_forked_while_the_lock_is_held_does_not_keep_it(
 
     monkeypatch.setattr(os, "fsync", sync_and_fork)
     try:
-        info = put(store, tmp_path / "object", b"data", if_absent=True)
+        info = put(store, tmp_path / "object", b"data", if_version="")
         info = put(store, tmp_path / "object", b"other", if_version=info.version)
         store.delete(str(tmp_path / "object"), if_version=info.version)
     finally:
@@ -381,7 +399,7 @@ def test_an_upload_replaces_only_the_version_that_it_is_given(store, tmp_path, v
     assert store.complete_upload(upload, [], if_version=old.version).size == 0
 
 
-@pytest.mark.parametrize("conditions", [{"if_absent": True}, {}])
+@pytest.mark.parametrize("conditions", [{"if_version": ""}, {}])
 @pytest.mark.parametrize("moment", ["while it is written", "before it appears"])
 def test_what_was_swapped_is_not_published(store, tmp_path, monkeypatch, conditions, moment):
     victim, key = tmp_path / "victim", tmp_path / "run" / "object"

@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     ConfigError,
     ConnectionLostError,
     CredentialsError,
+    InvalidRequestError,
     ObjectNotFoundError,
     ServerError,
     StoreError,
@@ -24,6 +25,7 @@ from cloudckpt.errors import (
     TransientStoreError,
     WrongRegionError,
 )
+from cloudckpt.stores.base import Part
 from cloudckpt.stores.s3.access import BucketAccess
 from support.dialects import (
     S3,
@@ -62,7 +64,7 @@ def test_white_space_before_the_xml_of_an_answer_does_no_harm(store, server, bef
     assert VERBS["complete_upload"](store).version == '"tag"'
     for status in (200, 400):
         server.answer(status=status, body=declared + error_xml("NoSuchUpload"))
-        with pytest.raises(ObjectNotFoundError):
+        with pytest.raises(ObjectNotFoundError, match="upload does not exist any more"):
             VERBS["complete_upload"](store)
 
 
@@ -73,6 +75,15 @@ def test_a_conflict_of_conditional_requests_means_that_nothing_was_written(store
     with pytest.raises(ServerError, match="not written") as caught:
         VERBS["complete_upload"](store)
     assert caught.value.certain
+
+
+def test_a_store_that_completes_nothing_on_a_condition_is_told_so(store, server):
+    answer = {"status": 501, "body": error_xml("NotImplemented")}
+    for version, words in (('"old"', "conditional_writes='off'"), ("", "off"), (None, "rejected")):
+        server.answer(**answer)
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            store.complete_upload(UPLOAD, [Part(1, 4, '"tag"', None)], if_version=version)
+        assert caught.value.certain
 
 
 def redirect(region, status=301, code="PermanentRedirect"):

@@ -14,6 +14,7 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
     ThrottledError,
+    TLSError,
     TransientStoreError,
 )
 from cloudckpt.stores.base import Part
@@ -151,6 +152,28 @@ def test_a_key_with_dot_segments_is_never_sent(store, server, key):
     assert server.requests == []
 
 
+ONLY_TLS = [  # of Go's servers, nginx, Apache, and one that sends on
+    (400, {}, b"Client sent an HTTP request to an HTTPS server.\n"),
+    (400, {}, b"<h1>400</h1>The plain HTTP request was sent to HTTPS port"),
+    (400, {}, b"You're speaking plain HTTP to an SSL-enabled server port."),
+    (301, {"Location": "https://x/"}, b""),
+]
+
+
+@pytest.mark.parametrize("answer", ONLY_TLS)
+def test_a_server_that_takes_tls_only_is_named_at_once(store, server, answer):
+    server.respond(lambda request: server.Answer(*answer))
+    with pytest.raises(TLSError, match="URL of the endpoint with https://") as caught:
+        store.delete("run/object")
+    assert caught.value.certain
+
+
+def test_a_proxy_that_limits_bodies_is_named(store, server):
+    server.respond(lambda request: server.Answer(413, body=b"<h1>Entity Too Large</h1>"))
+    with pytest.raises(InvalidRequestError, match=r"client_max_body_size.*part_size"):
+        store.put("run/object", [memoryview(b"data")], checksum=0)
+
+
 # listings, and what says that nothing is there
 
 NO_LISTINGS = [
@@ -169,8 +192,8 @@ def test_a_listing_that_is_none_is_no_empty_one(store, server, verb, body):
 
 
 PAGES = {
-    ("s3", "list"): lambda marker: xml_of(
-        "ListBucketResult", IsTruncated="true", NextContinuationToken=marker
+    ("s3", "list"): lambda marker: xml_of(  # whatever it says of its being truncated
+        "ListBucketResult", IsTruncated="True", NextContinuationToken=marker
     ),
     ("s3", "list_uploads"): lambda marker: xml_of(
         "ListMultipartUploadsResult",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from cloudckpt.errors import ConnectionLostError
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Progress, Retry, Upload, once
+from cloudckpt.stores.base import CopySource, ObjectInfo, ObjectStore, Progress, Retry, Upload, once
 from cloudckpt.stores.capabilities import Capabilities
 
 T = TypeVar("T")
@@ -55,14 +55,13 @@ class _Fault:
 def _passing(verb: str) -> Any:
     """A method that passes calls on, and makes some of them fail.
 
-    Its first argument is a key, an upload, or the store that is copied from.
+    Its first argument is a key, an upload, or the object that is copied.
     """
 
     def method(self: FaultyStore, about: Any, *rest: Any, **options: Any) -> Any:
-        if isinstance(about, FaultyStore):
-            about = about.inner
-        # copies name their target third or second
-        of = rest[1] if verb in ("copy", "copy_part") else about
+        of = rest[0] if isinstance(about, CopySource) else about
+        if isinstance(about, CopySource) and isinstance(about.store, FaultyStore):
+            about = CopySource(about.store.inner, about.info)
         key = of.key if isinstance(of, Upload) else of
         call = getattr(self.inner, verb)
         return self._call(verb, key, lambda: call(about, *rest, **options), options.get("progress"))

@@ -63,18 +63,14 @@ class MemoryStore(ObjectStore):
         self.root = f"memory://{name}"
         self._bucket = _buckets.setdefault(name, _Bucket())
 
-    def put(
-        self, key, body, *, checksum, attempt="", if_absent=False, if_version=None, progress=None
-    ):
+    def put(self, key, body, *, checksum, attempt="", if_version=None, progress=None):
         data = b"".join(body)
         if progress is not None:
             progress(len(data))
         with self._bucket.lock:
             held = self._bucket.objects.get(key)
-            if if_absent and held is not None:
-                raise self._refusal("the object exists already", key)
-            if if_version is not None and (held is None or held.version != if_version):
-                raise self._refusal("the object was replaced", key)
+            if if_version is not None and if_version != (held.version if held else ""):
+                raise self._refusal("the object was replaced, or exists already", key)
             version = str(next(self._bucket.versions))
             self._bucket.objects[key] = MemoryObject(data, version, time.time(), attempt)
         return ObjectInfo(key, len(data), version)
@@ -105,8 +101,7 @@ class MemoryStore(ObjectStore):
                 [memoryview(data)],
                 checksum=0,
                 attempt=upload.attempt,
-                if_absent=if_version == "",
-                if_version=if_version or None,
+                if_version=if_version,
             )
             del self._bucket.uploads[upload.id]
         return info
@@ -114,17 +109,18 @@ class MemoryStore(ObjectStore):
     def copies_from(self, source):
         return isinstance(source, MemoryStore)
 
-    def copy(self, source, found, key, **options):
-        data, checksum = self._copied(source, found, 0, found.size)
+    def copy(self, source, key, **options):
+        data, checksum = self._copied(source, 0, source.info.size)
         info = self.put(key, [data], checksum=checksum, **options)
         return replace(info, checksum=checksum)
 
-    def copy_part(self, source, found, upload, number, start, stop):
-        data, checksum = self._copied(source, found, start, stop)
+    def copy_part(self, source, upload, number, start, stop):
+        data, checksum = self._copied(source, start, stop)
         return self.put_part(upload, number, [data], checksum=checksum)
 
-    def _copied(self, source, found, start, stop):
+    def _copied(self, source, start, stop):
         """Bytes of another object, and their checksum."""
+        source, found = source.store, source.info
         data = memoryview(bytearray(stop - start))
         if data.nbytes:
             source.get_range(found.key, start, [data], if_version=found.version)

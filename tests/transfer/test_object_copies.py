@@ -12,6 +12,7 @@ from cloudckpt.errors import (
     PreconditionFailedError,
     ThrottledError,
 )
+from cloudckpt.stores.base import CopySource
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.transfer.copying import ObjectCopy, copies_within
 from support.faulty_store import FaultyStore
@@ -38,7 +39,7 @@ def copy(source, found, target, *, part_size=PART, create_only=False):
         target,
         "copy",
         part_size,
-        produce=lambda made: made.start(source, found, moved.append),
+        produce=lambda made: made.start(CopySource(source, found), moved.append),
         create_only=create_only,
     )
     assert sum(moved) == found.size

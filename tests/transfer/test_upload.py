@@ -152,9 +152,9 @@ def test_of_two_writers_of_the_same_bytes_one_creates_the_object_though_answers_
     """As two jobs that both want to create a lock, or a mark."""
     data, retrier = memoryview(b"locked"), Retrier(AT_ONCE)
     store.fail("put", ConnectionLostError, calls=[1, 3], when=when)
-    put_whole(store, KEY, data, retrier, if_absent=True)
+    put_whole(store, KEY, data, retrier, if_version="")
     with pytest.raises(PreconditionFailedError):
-        put_whole(store, KEY, data, retrier, if_absent=True)
+        put_whole(store, KEY, data, retrier, if_version="")
 
 
 def test_an_object_that_was_put_together_wrongly_is_no_success_though_it_is_ours(store):

@@ -44,7 +44,7 @@ from cloudckpt.transfer.parts import Piece
 from cloudckpt.transfer.pool import MemoryPool
 from cloudckpt.transfer.retry import Retrier, open_store
 from cloudckpt.transfer.stats import TransferStats
-from cloudckpt.transfer.upload import creates_only, put_whole
+from cloudckpt.transfer.upload import only_if_new, put_whole
 from cloudckpt.waiting import is_stuck
 
 __all__ = [
@@ -220,7 +220,7 @@ def finish(current: CurrentSave, limit: float) -> None:
         with contextlib.suppress(ObjectNotFoundError):
             retrier.call(lambda: store.head(destination.uri.key(METADATA)))
             return  # it is committed, or was to replace one that is
-        conditional, version = creates_only(store, config), None
+        condition, version = only_if_new(store, config), None
         wait = 0.0
         while (save := current.wait_until_sent(wait)) is not None:
             wait = _BETWEEN
@@ -232,8 +232,7 @@ def finish(current: CurrentSave, limit: float) -> None:
                 key,
                 memoryview(pending.to_bytes()),
                 retrier,
-                if_absent=conditional and version is None,
-                if_version=version if conditional else None,
+                if_version=None if condition is None else version or "",
             ).version
             if save.objects is not None:
                 return

@@ -130,18 +130,18 @@ def honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Re
     body = [memoryview(content)]
     checksum = store.capabilities.checksum.of(content)
 
-    def put(*, if_absent: bool = False, if_version: str | None = None) -> None:
-        store.put(key, body, checksum=checksum, if_absent=if_absent, if_version=if_version)
+    def put(if_version: str) -> None:
+        store.put(key, body, checksum=checksum, if_version=if_version)
 
     try:
-        for condition in ({"if_absent": True}, {"if_version": _NO_VERSION}):
+        for condition in ("", _NO_VERSION):
             try:
-                retrier.call(functools.partial(put, **condition))
+                retrier.call(functools.partial(put, condition))
             except PreconditionFailedError:
                 continue
             return False
         # each try requests the version: an earlier try whose answer was lost may have changed it
-        retrier.call(lambda: put(if_version=store.head(key).version))
+        retrier.call(lambda: put(store.head(key).version))
     except (PreconditionFailedError, InvalidRequestError):
         return False  # a condition that holds failed, or conditions are refused
     return True
@@ -176,22 +176,14 @@ def commit(
     """
     key, attempt, algorithm = baseline.key, random_suffix(), store.capabilities.checksum
     checksum = functools.reduce(lambda found, view: algorithm.of(view, found), body, 0)
-    absent = conditional and baseline.version is None
-    version = baseline.version if conditional else None
+    version = (baseline.version or "") if conditional else None
     uncertain = False
 
     def put() -> None:
         nonlocal uncertain
         check()
         try:
-            store.put(
-                key,
-                body,
-                checksum=checksum,
-                attempt=attempt,
-                if_absent=absent,
-                if_version=version,
-            )
+            store.put(key, body, checksum=checksum, attempt=attempt, if_version=version)
         except StoreError as error:
             uncertain = uncertain or not error.certain
             raise

@@ -66,7 +66,7 @@ from cloudckpt.fork import module_lock
 from cloudckpt.stores.base import ObjectStore
 from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.retry import Retrier, retry_if_replaced
-from cloudckpt.transfer.upload import creates_only, put_whole
+from cloudckpt.transfer.upload import only_if_new, put_whole
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI
 
@@ -178,11 +178,11 @@ class Hold:
     def _mark(self) -> None:
         body = memoryview(json.dumps({"checkpoint": self._uri.folder}).encode())
         store, config, view = self._store, self._config, View(self._uri, self._config)
-        only = creates_only(store, config)
+        only = only_if_new(store, config)
 
         def put(folder: str) -> None:
             key = _mark_in(self._uri, folder, self._attempt)
-            put_whole(store, key, body, view.retrier, if_absent=only)
+            put_whole(store, key, body, view.retrier, if_version=only)
 
         view.each(put, sorted(self.folders))
         look_for(store, self.base, self.commit.objects, config, self._damaged)

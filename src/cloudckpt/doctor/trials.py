@@ -17,7 +17,7 @@ from cloudckpt.stores.base import ObjectInfo, ObjectStore, Upload, random_suffix
 from cloudckpt.stores.rest import RestStore
 from cloudckpt.transfer.deleting import delete_each
 from cloudckpt.transfer.retry import Retrier
-from cloudckpt.transfer.upload import creates_only, put_whole
+from cloudckpt.transfer.upload import only_if_new, put_whole
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["NEEDS", "Trials"]
@@ -142,7 +142,7 @@ class Trials:
             self._key("wrong"),
             [memoryview(self._content)],
             checksum=store.capabilities.checksum.of(self._content) ^ 1,
-            if_absent=creates_only(store, self._config),
+            if_version=only_if_new(store, self._config),
         )
         values: Values = {"checksum": kind}
         try:
@@ -185,11 +185,11 @@ class Trials:
         """Measures the speed of an upload and a download over one connection."""
         store, block = self._store, bytearray(os.urandom(min(self._size, MIB)))
         data = memoryview(block * (self._size // len(block)))
-        checksum, alone = store.capabilities.checksum.of(data), creates_only(store, self._config)
+        checksum, only = store.capabilities.checksum.of(data), only_if_new(store, self._config)
 
         def send() -> tuple[str, float]:
             key = self._key(f"speed{random_suffix()}")  # a new key for each try
-            return key, _seconds(lambda: store.put(key, [data], checksum=checksum, if_absent=alone))
+            return key, _seconds(lambda: store.put(key, [data], checksum=checksum, if_version=only))
 
         key, up = retrier.call(send)  # without the pauses between tries
         down = retrier.call(lambda: _seconds(lambda: store.get_range(key, 0, [data])))
@@ -248,8 +248,8 @@ class Trials:
 
     def _put(self, retrier: Retrier, key: str) -> None:
         """Writes a test object as saves do: some policies demand a condition on every write."""
-        alone = creates_only(self._store, self._config)
-        put_whole(self._store, key, memoryview(self._content), retrier, if_absent=alone)
+        only = only_if_new(self._store, self._config)
+        put_whole(self._store, key, memoryview(self._content), retrier, if_version=only)
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -208,13 +208,13 @@ class ModelCommit:
     def _retire_old_model(self) -> None:
         """Replaces the index by a claim, and deletes the files of the old model (steps 1 and 2)."""
         before = self._older.pop(INDEX, None)
+        version = "" if before is None else before.version
         self._claim = put_whole(
             self._store,
             self._uri.key(INDEX),
             memoryview(claim_bytes(random_suffix())),
             self._retrier,
-            if_absent=self._conditional and before is None,
-            if_version=before.version if self._conditional and before is not None else None,
+            if_version=version if self._conditional else None,
         )
         self._delete(self._older.values())
 

@@ -40,7 +40,7 @@ from cloudckpt.hf.safetensors import (
     plan_files,
 )
 from cloudckpt.hf.sending import FileUpload, least_part, plan_work, send_work
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
+from cloudckpt.stores.base import CopySource, ObjectInfo, ObjectStore, Part, Upload
 from cloudckpt.transfer.boxes import aligned
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.group import TaskGroup
@@ -285,7 +285,7 @@ def _copied(
 
     def copy(info: ObjectInfo, planned: Range, number: int, to: FileUpload) -> None:
         start, stop = (planned.source.offset + at for at in (planned.start, planned.stop))
-        part = to.copy(origin.store, info, number, start, stop)
+        part = to.copy(CopySource(origin.store, info), number, start, stop)
         expected = _checksum_of(planned, store)
         if None not in (part.checksum, expected) and part.checksum != expected:
             raise CheckpointCorruptError(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from cloudckpt.checkpoint.torch_private import device_for_collectives
 from cloudckpt.config import MIB, Config
 from cloudckpt.hf.safetensors import Chunk, FilePlan, TensorPlan
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, Part, Upload
+from cloudckpt.stores.base import CopySource, ObjectStore, Part, Upload
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.boxes import ALIGNMENT, Box, aligned, row_major_strides
 from cloudckpt.transfer.connections import transfer_group
@@ -240,14 +240,12 @@ class FileUpload(NamedUpload):
         """Sends a part in the calling thread."""
         self._put_part(part)
 
-    def copy(
-        self, source: ObjectStore, info: ObjectInfo, number: int, start: int, stop: int
-    ) -> Part:
+    def copy(self, source: CopySource, number: int, start: int, stop: int) -> Part:
         """Has the store copy the bytes from ``start`` to ``stop`` of an object as a part."""
         upload = self._upload
         assert upload is not None
         part = self._retrier.call(
-            lambda: self._store.copy_part(source, info, upload, number, start, stop)
+            lambda: self._store.copy_part(source, upload, number, start, stop)
         )
         self._took(part)
         return part

@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -49,7 +48,7 @@ from cloudckpt.errors import (
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.line import Owner
 from cloudckpt.stores.base import random_suffix
-from cloudckpt.transfer.upload import creates_only, put_whole
+from cloudckpt.transfer.upload import only_if_new, put_whole
 
 __all__ = ["OwnLine", "copy_claim"]
 
@@ -79,16 +78,17 @@ def _write_claim(run: Run, job: str, continues: Mapping[str, int], seen: Owner |
     }
     content = memoryview(json.dumps(document).encode())
     store, retrier = run.store, run.retrier
-    trial, condition = run.root.key(trial_name(random_suffix())), dict[str, Any]()
+    trial = run.root.key(trial_name(random_suffix()))
+    version: str | None = None
     setting = run.config.conditional_writes
     if setting != "off" and conditions_work(store, setting, trial, retrier):
-        condition = {"if_absent": True} if seen is None else {"if_version": seen.version}
+        version = "" if seen is None else seen.version
     else:
         now = run.owner()
         if (now and now.version) != (seen and seen.version):
             raise _taken(run, now)
     try:
-        made = put_whole(store, run.root.key(CLAIM), content, retrier, **condition)
+        made = put_whole(store, run.root.key(CLAIM), content, retrier, if_version=version)
     except (PreconditionFailedError, ObjectNotFoundError) as error:
         raise _taken(run, run.owner()) from error
     return Owner(made.version, job)
@@ -120,9 +120,9 @@ def copy_claim(origin: Run, goal: Run) -> None:
         store, key = origin.store, origin.root.key(CLAIM)
         data, _ = origin.retrier.call(lambda: store.get(key))
         if goal.owner() is None:
-            only = creates_only(goal.store, goal.config)
+            only = only_if_new(goal.store, goal.config)
             content, key = memoryview(data), goal.root.key(CLAIM)
-            put_whole(goal.store, key, content, goal.retrier, if_absent=only)
+            put_whole(goal.store, key, content, goal.retrier, if_version=only)
 
 
 def _taken(run: Run, by: Owner | None) -> CheckpointConflictError:

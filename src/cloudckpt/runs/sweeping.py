@@ -46,7 +46,7 @@ from cloudckpt.errors import (
 from cloudckpt.runs.catalog import Run
 from cloudckpt.stores.base import ObjectInfo, random_suffix
 from cloudckpt.transfer.deleting import delete_each, delete_quietly
-from cloudckpt.transfer.upload import creates_only, put_whole
+from cloudckpt.transfer.upload import only_if_new, put_whole
 from cloudckpt.uri import CheckpointURI, URILike
 
 __all__ = ["LEFTOVERS_AGE", "Leftovers", "clock_of", "find_leftovers", "sweep"]
@@ -300,7 +300,7 @@ def clock_of(run: Run) -> float:
     """
     store, retrier = run.store, run.retrier
     key = run.root.key(probe_name("sweep", random_suffix()))
-    put_whole(store, key, memoryview(b""), retrier, if_absent=creates_only(store, run.config))
+    put_whole(store, key, memoryview(b""), retrier, if_version=only_if_new(store, run.config))
     try:
         listed = list(store.list(key, retrier.call))
     finally:

@@ -16,16 +16,12 @@ from typing import Protocol, TypeVar
 
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB
-from cloudckpt.errors import (
-    InvalidRequestError,
-    ObjectNotFoundError,
-    ObjectTooLargeError,
-    RangeNotSatisfiableError,
-)
+from cloudckpt.errors import ObjectNotFoundError, ObjectTooLargeError, RangeNotSatisfiableError
 from cloudckpt.stores.capabilities import Capabilities
 
 __all__ = [
     "Body",
+    "CopySource",
     "ObjectInfo",
     "ObjectStore",
     "Part",
@@ -139,6 +135,14 @@ class Part:
     checksum: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """An object to copy: the store that holds it, and its description at the version to copy."""
+
+    store: ObjectStore
+    info: ObjectInfo
+
+
 class RangeReader(ABC):
     """Reads byte ranges of objects, for downloads. Safe to use from many threads."""
 
@@ -213,7 +217,6 @@ class ObjectStore(RangeReader):
         *,
         checksum: int,
         attempt: str = "",
-        if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
@@ -228,8 +231,8 @@ class ObjectStore(RangeReader):
                 write made the object. A local file system keeps no such name: its calls return when
                 the work is done, and if a network file system loses a response, `put` itself
                 determines the outcome.
-            if_absent: Fail with PreconditionFailedError if the key exists.
-            if_version: Fail with PreconditionFailedError unless the key holds this version.
+            if_version: Fail with PreconditionFailedError unless the key holds this version; "" for
+                a key that must not exist, None for no condition.
             progress: See :data:`Progress`.
 
         Returns:
@@ -266,8 +269,7 @@ class ObjectStore(RangeReader):
     ) -> ObjectInfo:
         """Makes the object visible, from all its parts in order, and returns its description.
 
-        `if_version` is as in `put`, with "" for a key that must not exist. Google Cloud Storage,
-        and some stores that speak S3, ignore it.
+        `if_version` is as in `put`. Google Cloud Storage, and some stores that speak S3, ignore it.
         """
 
     def copies_from(self, source: ObjectStore) -> bool:
@@ -280,13 +282,7 @@ class ObjectStore(RangeReader):
         return False
 
     def copy(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        *,
-        attempt: str = "",
-        if_absent: bool = False,
+        self, source: CopySource, key: str, *, attempt: str = "", if_version: str | None = None
     ) -> ObjectInfo:
         """Copies an object within the store, from this or another bucket, without downloading it.
 
@@ -294,37 +290,27 @@ class ObjectStore(RangeReader):
         whatever the source has. The result's checksum is set if the store reports it.
 
         Args:
-            source: A store for which ``copies_from`` is True.
-            found: The source object, at most ``capabilities.max_copy_size`` bytes.
+            source: The object, at most ``capabilities.max_copy_size`` bytes, in a store for which
+                ``copies_from`` is True.
             key: The key of the copy.
             attempt: As in `put`; the source's name is not copied.
-            if_absent: As in `put`.
+            if_version: As in `put`.
 
         Raises:
-            PreconditionFailedError: If the source is no longer at ``found.version``, or the key
-                exists.
+            PreconditionFailedError: If the source no longer has this version, or the key
+                does not hold ``if_version``.
             ObjectNotFoundError: If the source no longer exists.
         """
-        raise self._makes_no_copies(key)
+        raise NotImplementedError
 
     def copy_part(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        upload: Upload,
-        number: int,
-        start: int,
-        stop: int,
+        self, source: CopySource, upload: Upload, number: int, start: int, stop: int
     ) -> Part:
         """Has the store copy an object's bytes, from `start` to before `stop`, into a part.
 
         The other arguments and the errors are those of `copy` and `put_part`.
         """
-        raise self._makes_no_copies(upload.key)
-
-    def _makes_no_copies(self, key: str) -> InvalidRequestError:
-        text = "the store can't copy objects by itself; copy them through this machine"
-        return InvalidRequestError(text, uri=self.uri(key), certain=True)
+        raise NotImplementedError
 
     @abstractmethod
     def abort_upload(self, upload: Upload) -> None:

@@ -14,13 +14,12 @@ class Capabilities:
     """The features and limits of a store, as its documentation states them.
 
     Attributes:
-        conditional_writes: Whether ``if_absent`` and ``if_version`` of ``put`` are honoured: True
-            or False where the vendor of this endpoint documents it, None where it must be tried.
+        conditional_writes: Whether ``if_version`` of `put` is honoured, empty or not: True or False
+            where the vendor of this endpoint documents it, None where it must be tried.
         conditional_deletes: Whether ``if_version`` of ``delete`` is documented to be honoured in
             one request; otherwise the object's version is checked before the deletion.
-        create_only: Whether ``if_absent`` of ``put``, and an empty ``if_version`` of
-            ``complete_upload``, are documented to prevent a repeated request from creating a
-            second, billed version.
+        create_only: Whether an empty ``if_version`` of `put` and `complete_upload` is documented to
+            prevent a repeated request from creating a second, billed version.
         min_part_size: Fewest bytes of an upload part other than the last.
         max_part_size: Most bytes of an upload part.
         max_parts: Most parts of an upload.

@@ -59,7 +59,7 @@ __all__ = ["LocalStore"]
 
 # error codes after which the operation was certainly not carried out
 _NOT_TAKEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EXDEV}
-_NOT_TAKEN |= {errno.EMLINK, errno.ENOSPC, errno.EDQUOT}
+_NOT_TAKEN |= {errno.EMLINK, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EINVAL}
 _MOST_DELETIONS = 100  # attempts to create a file while other processes delete its folder
 _MOST_BUFFERS = 512  # buffers per system call; below IOV_MAX of every POSIX system in use
 
@@ -83,14 +83,13 @@ class LocalStore(ObjectStore):
         *,
         checksum: int,
         attempt: str = "",
-        if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
         upload, file = self._begin(key, 1)
         try:
             self._write(key, file, 0, body, progress)
-            return self._publish(upload, file, "" if if_absent else if_version)
+            return self._publish(upload, file, if_version)
         except BaseException:
             with contextlib.suppress(StoreError):
                 self.abort_upload(upload)
@@ -271,8 +270,9 @@ class LocalStore(ObjectStore):
                 progress(count)
 
     def head(self, key: str) -> ObjectInfo:
-        with self._errors(key):
-            return self._described(key, os.stat(key))
+        # on NFS, what stat() says of a file that was not just opened may be a minute old
+        with self._opened(key, None) as (_, info):
+            return info
 
     def list(self, prefix: str, retry: Retry = once) -> Iterator[ObjectInfo]:
         for path in self._walk(prefix):
@@ -344,8 +344,8 @@ class LocalStore(ObjectStore):
                         )
                     self._appear(upload, os.fstat(file), if_absent=if_absent)
                     is_published = True
-                    if if_absent:
-                        os.unlink(upload.id)
+                    if if_absent:  # it may be gone, as NFS repeats a call whose response was lost
+                        Path(upload.id).unlink(missing_ok=True)
                 found = os.stat(key, follow_symlinks=False)
                 # replaced between the check and the link or rename
                 if not stat.S_ISREG(found.st_mode):

@@ -95,6 +95,12 @@ _OF_ALL = (
         errors.InvalidRequestError,
         "a proxy requires a user and a password; write them into its URL (HTTP_PROXY, HTTPS_PROXY)",
     ),
+    Meaning(
+        "413",
+        errors.InvalidRequestError,
+        "the store, or a proxy on the way, takes no body of this size: raise its limit (nginx: "
+        "client_max_body_size), or lower it by Config(part_size=...) or CLOUDCKPT_PART_SIZE",
+    ),
 )
 
 
@@ -231,10 +237,9 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
     ``Retry-After`` is a number of seconds or a date. A date is compared with the response's own
     ``Date`` header, as this machine's clock may be wrong. The names of `headers` are in lower case.
     """
-    for name, a_second in (("x-ms-retry-after-ms", 1000), ("retry-after", 1)):
-        wait = headers.get(name, "")
-        if wait.isascii() and wait.isdigit():
-            return float(wait) / a_second
+    wait = headers.get("retry-after", "")
+    if wait.isascii() and wait.isdigit():
+        return float(wait)
     if (date := http_date(wait)) is None:
         return None
     seconds = date - (http_date(headers.get("date", "")) or time.time())

@@ -27,12 +27,14 @@ from cloudckpt.errors import (
     ServerError,
     StoreError,
     ThrottledError,
+    TLSError,
     TransientStoreError,
 )
 from cloudckpt.stores.base import (
     ATTEMPT,
     MOST_READ,
     Body,
+    CopySource,
     ObjectInfo,
     ObjectStore,
     Progress,
@@ -75,6 +77,8 @@ _MOST_SKEW = 120.0  # seconds of clock difference; stores tolerate five to fifte
 _BUSY = 60.0  # seconds after a 429 or 503 during which the store is taken for throttling
 _LARGE = 1024**2  # bytes of a body from which an extra round trip pays off
 _NO_EXPECTATIONS = 417
+# what nginx, Go's servers and Apache answer to a request without TLS
+_ONLY_TLS = re.compile(b"HTTP request (was sent )?to (an )?HTTPS|HTTP to an SSL-enabled server")
 _EMPTY = re.compile("=(?=&|$)")  # after a parameter without a value
 
 
@@ -129,12 +133,12 @@ class RestStore(ObjectStore):
         """Returns the exception for an error response; looks `headers` up by lower-case names."""
 
     @contextlib.contextmanager
-    def _naming_source(self, source: ObjectStore, found: ObjectInfo) -> Iterator[None]:
+    def _naming_source(self, source: CopySource) -> Iterator[None]:
         """Adds the source's URI to the errors of a copy."""
         try:
             yield
         except StoreError as error:
-            error.message += f" (in a copy from {source.uri(found.key)})"
+            error.message += f" (in a copy from {source.store.uri(source.info.key)})"
             raise
 
     @abstractmethod
@@ -152,9 +156,12 @@ class RestStore(ObjectStore):
             headers = {**headers, "If-Match": if_version}
         return self.exchange("GET", self.object_url(key), headers, key=key)
 
-    def attempt_header(self, attempt: str) -> dict[str, str]:
-        """Returns the metadata header that holds the write's name; none if `attempt` is empty."""
-        return {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
+    def write_headers(self, attempt: str, if_version: str | None = None) -> dict[str, str]:
+        """Returns the headers with a write's name, if not empty, and its condition; see `put`."""
+        named = {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
+        if if_version is None:
+            return named
+        return named | ({"If-Match": if_version} if if_version else {"If-None-Match": "*"})
 
     def tag_of(self, tag: str | None, key: str) -> str:
         """Returns `tag`, the version in a response; raises an error if the response has none.
@@ -243,6 +250,10 @@ class RestStore(ObjectStore):
         with reading(uri):
             answer = reply.read_refusal() if method != "HEAD" else b""
             error = self.failure(reply.status, reply.headers, answer, method, uri)
+        is_moved = reply.headers.get("Location", "").startswith("https:")
+        if self.access.url.startswith("http:") and (is_moved or _ONLY_TLS.search(answer)):
+            text = "the server accepts TLS only: begin the URL of the endpoint with https://"
+            return TLSError(text, uri=uri, cause=error.cause, certain=True)
         if isinstance(error, BucketNotFoundError):
             error.message += f": {self.access.url}"
         if isinstance(error, ThrottledError):
@@ -359,22 +370,17 @@ class RestStore(ObjectStore):
         *,
         checksum: int,
         attempt: str = "",
-        if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
-        headers = {**self.new_object_headers(checksum), **self.attempt_header(attempt)}
-        if if_absent:
-            headers["If-None-Match"] = "*"
-        if if_version is not None:
-            headers["If-Match"] = if_version
+        headers = {**self.new_object_headers(checksum), **self.write_headers(attempt, if_version)}
         try:
             with self.exchange(
                 "PUT", self.object_url(key), headers, body, progress, key=key
             ) as reply:
                 return self._described(reply, key, sum(map(len, body)))
         except ObjectNotFoundError as error:
-            if if_version is None:
+            if not if_version:
                 raise
             raise PreconditionFailedError(
                 "another writer has deleted the object that should be replaced; to create it "
@@ -385,27 +391,14 @@ class RestStore(ObjectStore):
             ) from error
 
     def copy(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        *,
-        attempt: str = "",
-        if_absent: bool = False,
+        self, source: CopySource, key: str, *, attempt: str = "", if_version: str | None = None
     ) -> ObjectInfo:
-        headers = {**self.copy_headers, **self.attempt_header(attempt)}
-        if if_absent:
-            headers["If-None-Match"] = "*"
-        tag, checksum = self._copied(source, found, key, self.object_url(key), headers)
-        return ObjectInfo(key, found.size, self.tag_of(tag, key), checksum)
+        headers = {**self.copy_headers, **self.write_headers(attempt, if_version)}
+        tag, checksum = self._copied(source, key, self.object_url(key), headers)
+        return ObjectInfo(key, source.info.size, self.tag_of(tag, key), checksum)
 
     def _copied(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        url: str,
-        headers: Mapping[str, str],
+        self, source: CopySource, key: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str | None, int | None]:
         """Sends a PUT that copies an object; returns the copy's ETag and checksum, if any."""
         raise NotImplementedError

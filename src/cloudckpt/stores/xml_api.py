@@ -144,7 +144,7 @@ class XmlStore(RestStore):
 
     def create_upload(self, key: str, part_size: int) -> Upload:
         url, attempt = self.object_url(key, {"uploads": ""}), random_suffix()
-        headers = {**self.creation_headers, **self.attempt_header(attempt)}
+        headers = {**self.creation_headers, **self.write_headers(attempt)}
         with self.exchange("POST", url, headers, key=key) as reply:
             upload_id = text(unqualified(reply.read_all()), "UploadId")
         if not upload_id:

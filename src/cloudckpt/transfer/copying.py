@@ -10,7 +10,7 @@ from functools import partial
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import MIB, Config
 from cloudckpt.errors import CheckpointCorruptError, Damage
-from cloudckpt.stores.base import ObjectInfo, ObjectStore, random_suffix
+from cloudckpt.stores.base import CopySource, ObjectInfo, ObjectStore, Upload, random_suffix
 from cloudckpt.stores.capabilities import Capabilities
 from cloudckpt.transfer.download import Receiver
 from cloudckpt.transfer.group import TaskGroup
@@ -132,7 +132,7 @@ def relay(
             else:
                 copy = ObjectCopy(target, task.target, sizes[task], group, config, stats)
                 begun[task] = copy
-                copy.start(source, task.info, moved)
+                copy.start(CopySource(source, task.info), moved)
 
     try:
         group.run(produce)
@@ -180,54 +180,45 @@ class ObjectCopy(ObjectUpload):
     verify the copy. ``abandon`` deletes the key, so only this copy may write it.
     """
 
-    def start(self, source: ObjectStore, info: ObjectInfo, moved: Callable[[int], None]) -> None:
+    def start(self, source: CopySource, moved: Callable[[int], None]) -> None:
         """Begins the copy.
 
         Args:
-            source: The store of the source.
-            info: The source, at the version to copy.
+            source: The object to copy.
             moved: Called with the bytes copied since the last call, from any thread.
 
         Raises:
             StoreError: If a multipart upload for the copy can't be begun.
         """
-        limits = self._store.capabilities
-        self.position, self._moved = info.size, moved
+        limits, size = self._store.capabilities, source.info.size
+        self.position, self._moved = size, moved
         # parts are also used for speed: each is copied as fast as a whole object
-        if not limits.copies_parts or info.size <= min(self._part_size, limits.max_copy_size):
-            self._group.submit(lambda: self._copy(source, info))
+        if not limits.copies_parts or size <= min(self._part_size, limits.max_copy_size):
+            self._group.submit(lambda: self._copy(source))
             return
-        starts = range(0, info.size, self._part_size)
+        starts = range(0, size, self._part_size)
         self._expected = len(starts)
         self._upload = self._create()
         for number, start in enumerate(starts, 1):
-            self._submit_part(source, info, number, start)
+            self._group.submit(partial(self._copy_part, source, self._upload, number, start))
 
-    def _submit_part(self, source: ObjectStore, info: ObjectInfo, number: int, start: int) -> None:
-        upload = self._upload
-        assert upload is not None
-        stop = min(start + self._part_size, info.size)
+    def _copy_part(self, source: CopySource, upload: Upload, number: int, start: int) -> None:
+        stop = min(start + self._part_size, source.info.size)
+        part = self._retrier.call(
+            lambda: self._store.copy_part(source, upload, number, start, stop)
+        )
+        self._moved(part.size)
+        self._took(part)
 
-        def copy_part() -> None:
-            part = self._retrier.call(
-                lambda: self._store.copy_part(source, info, upload, number, start, stop)
-            )
-            self._moved(part.size)
-            self._took(part)
-
-        self._group.submit(copy_part)
-
-    def _copy(self, source: ObjectStore, info: ObjectInfo) -> None:
+    def _copy(self, source: CopySource) -> None:
         attempt = random_suffix()
         self.info = self._retrier.call(
-            lambda: self._store.copy(
-                source, info, self.key, attempt=attempt, if_absent=self._condition == ""
-            ),
-            made=lambda error: self._look(attempt, info.checksum),
+            lambda: self._store.copy(source, self.key, attempt=attempt, if_version=self._condition),
+            made=lambda error: self._look(attempt, source.info.checksum),
         )
         self.checksum = self.info.checksum
         self._stats.add_requests(1)
-        self._moved(info.size)
+        self._moved(source.info.size)
 
 
 class _Comparison:

@@ -30,7 +30,7 @@ from cloudckpt.transfer.parts import PartCutter, PartPlan, Piece
 from cloudckpt.transfer.retry import Retrier
 from cloudckpt.transfer.stats import TransferStats
 
-__all__ = ["NamedUpload", "ObjectUpload", "clear_away", "creates_only", "put_whole", "written"]
+__all__ = ["NamedUpload", "ObjectUpload", "clear_away", "only_if_new", "put_whole", "written"]
 
 T = TypeVar("T")
 logger = logging.getLogger("cloudckpt")
@@ -98,8 +98,7 @@ class ObjectUpload:
         self._first: PartPlan | None = None
         self._upload: Upload | None = None
         # see ObjectStore.complete_upload; a replaced version of an object may be kept and billed
-        only = self._has_random_key and creates_only(store, config)
-        self._condition = "" if only else None
+        self._condition = only_if_new(store, config) if self._has_random_key else None
         self._may_have_twin = False
         self._changed = threading.Condition()
         self._sent: list[Part] = []
@@ -231,7 +230,7 @@ class ObjectUpload:
                 body,
                 checksum=checksum,
                 attempt=attempt,
-                if_absent=self._condition == "",
+                if_version=self._condition,
                 progress=self._progress,
             ),
             lambda error: self._look(attempt, checksum),
@@ -355,9 +354,9 @@ def clear_away(store: ObjectStore, keys: Sequence[str], policy: RetryPolicy) -> 
     delete_quietly(store, keys, policy, threads=1)
 
 
-def creates_only(store: ObjectStore, config: Config) -> bool:
-    """Returns whether objects with random keys are written with If-None-Match."""
-    return store.capabilities.create_only and config.conditional_writes != "off"
+def only_if_new(store: ObjectStore, config: Config) -> str | None:
+    """Returns the ``if_version`` of objects with random keys: "" if it is of use, else None."""
+    return "" if store.capabilities.create_only and config.conditional_writes != "off" else None
 
 
 def put_whole(
@@ -366,24 +365,16 @@ def put_whole(
     data: memoryview,
     retrier: Retrier,
     *,
-    if_absent: bool = False,
     if_version: str | None = None,
 ) -> ObjectInfo:
-    """Writes an object in one request, with retries; conditions as in :meth:`ObjectStore.put`.
+    """Writes an object in one request, with retries; `if_version` as in :meth:`ObjectStore.put`.
 
     A try whose response was lost may itself have invalidated the condition. So an object with this
     write's name counts as success; another writer's object, even of the same bytes, does not.
     """
     checksum, attempt = store.capabilities.checksum.of(data), random_suffix()
     return retrier.call(
-        lambda: store.put(
-            key,
-            [data],
-            checksum=checksum,
-            attempt=attempt,
-            if_absent=if_absent,
-            if_version=if_version,
-        ),
+        lambda: store.put(key, [data], checksum=checksum, attempt=attempt, if_version=if_version),
         made=lambda error: written(store, key, attempt, retrier.policy),
     )
 

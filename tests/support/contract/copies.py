@@ -3,6 +3,7 @@
 import pytest
 
 from cloudckpt.errors import ObjectNotFoundError, PreconditionFailedError
+from cloudckpt.stores.base import CopySource
 from support.contract.data import Hooks, checksum, part_size, put, put_part, some_bytes
 
 
@@ -20,7 +21,7 @@ class CopyContract(Hooks):
     def test_copy_makes_an_object_of_the_same_bytes(self, copier, prefix, size):
         data = some_bytes(size)
         source = put(copier, prefix + "a b/ü+%?", data)
-        info = copier.copy(copier, source, prefix + "target/ü+%?")
+        info = copier.copy(CopySource(copier, source), prefix + "target/ü+%?")
         assert self.get_directly(copier, prefix + "target/ü+%?") == data
         assert self.get_directly(copier, prefix + "a b/ü+%?") == data
         assert (info.key, info.size) == (prefix + "target/ü+%?", size)
@@ -30,14 +31,15 @@ class CopyContract(Hooks):
     def test_a_copy_has_a_name_of_its_own(self, copier, prefix):
         source = put(copier, prefix + "source", b"data", attempt="0123456789abcdef")
         key = prefix + "target"
-        info = copier.copy(copier, source, key, attempt="fedcba9876543210")
+        info = copier.copy(CopySource(copier, source), key, attempt="fedcba9876543210")
         assert copier.written(key, "0123456789abcdef") is None
         found = copier.written(key, "fedcba9876543210")
         assert found == (info if self.keeps_attempts else None)
 
     def test_copy_replaces_an_object(self, copier, prefix):
         old = put(copier, prefix + "target", b"old")
-        info = copier.copy(copier, put(copier, prefix + "source", b"new"), prefix + "target")
+        source = put(copier, prefix + "source", b"new")
+        info = copier.copy(CopySource(copier, source), prefix + "target")
         assert self.get_directly(copier, prefix + "target") == b"new"
         assert info.version != old.version
 
@@ -47,10 +49,10 @@ class CopyContract(Hooks):
         put(copier, prefix + "target", b"old")
         source = put(copier, prefix + "source", b"new")
         with pytest.raises(PreconditionFailedError):
-            copier.copy(copier, source, prefix + "target", if_absent=True)
+            copier.copy(CopySource(copier, source), prefix + "target", if_version="")
         assert self.get_directly(copier, prefix + "target") == b"old"
         copier.delete(prefix + "target")
-        copier.copy(copier, source, prefix + "target", if_absent=True)
+        copier.copy(CopySource(copier, source), prefix + "target", if_version="")
         assert self.get_directly(copier, prefix + "target") == b"new"
 
     @pytest.mark.parametrize("verb", ["copy", "copy_part"])
@@ -75,13 +77,13 @@ class CopyContract(Hooks):
 
     def _copy(self, store, verb, source, prefix):
         if verb == "copy":
-            store.copy(store, source, prefix + "target")
+            store.copy(CopySource(store, source), prefix + "target")
             return
         if not store.capabilities.copies_parts:
             pytest.skip("this store copies no parts")
         upload = store.create_upload(prefix + "target", part_size(store))
         try:
-            store.copy_part(store, source, upload, 1, 0, 4)
+            store.copy_part(CopySource(store, source), upload, 1, 0, 4)
         finally:
             store.abort_upload(upload)
 
@@ -93,8 +95,8 @@ class CopyContract(Hooks):
         source = put(copier, prefix + "source", data)
         upload = copier.create_upload(prefix + "target", size)
         parts = [
-            copier.copy_part(copier, source, upload, 1, size + 5, 2 * size + 5),
-            copier.copy_part(copier, source, upload, 2, 0, size),
+            copier.copy_part(CopySource(copier, source), upload, 1, size + 5, 2 * size + 5),
+            copier.copy_part(CopySource(copier, source), upload, 2, 0, size),
             put_part(copier, upload, 3, end),
         ]
         assert [(part.number, part.size) for part in parts] == [(1, size), (2, size), (3, 1000)]

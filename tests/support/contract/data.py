@@ -18,7 +18,7 @@ class Hooks:
             in one request (1,000, unless it is told otherwise).
         honours_conditional_deletes: Whether ``delete`` with ``if_version`` takes no other version.
         honours_conditional_copies: Whether `copy` heeds the version of its source, and
-            ``if_absent``.
+            ``if_version``.
         keeps_attempts: Whether objects keep the name of the write that made them.
         memory_is_ours: Whether no server is a thread of this process, whose memory would count.
     """

@@ -63,12 +63,12 @@ class WritingContract(Hooks):
     def test_put_if_absent_leaves_an_object_that_is_there(self, store, prefix):
         self.put_directly(store, prefix + "object", b"old")
         with pytest.raises(PreconditionFailedError):
-            put(store, prefix + "object", b"new", if_absent=True)
+            put(store, prefix + "object", b"new", if_version="")
         assert self.get_directly(store, prefix + "object") == b"old"
 
     def test_put_if_absent_writes_when_there_is_nothing_or_nothing_any_more(self, store, prefix):
         for data in (b"first", b"after a delete"):
-            info = put(store, prefix + "object", data, if_absent=True)
+            info = put(store, prefix + "object", data, if_version="")
             assert info == store.head(prefix + "object")
             assert self.get_directly(store, prefix + "object") == data
             store.delete(prefix + "object")
@@ -76,7 +76,7 @@ class WritingContract(Hooks):
     def test_one_of_many_writers_that_put_if_absent_at_once_wins(self, store, prefix):
         def attempt(number):
             try:
-                put(store, prefix + "object", b"writer %d" % number, if_absent=True)
+                put(store, prefix + "object", b"writer %d" % number, if_version="")
             except PreconditionFailedError:
                 return None
             return b"writer %d" % number

@@ -31,6 +31,7 @@ from cloudckpt.stores.azure.errors import from_answer
 from cloudckpt.stores.azure.names import check_blob
 from cloudckpt.stores.base import (
     Body,
+    CopySource,
     ObjectInfo,
     ObjectStore,
     Part,
@@ -139,9 +140,7 @@ class AzureStore(RestStore):
         body = [memoryview(ElementTree.tostring(root, "utf-8", xml_declaration=True))]
         checksum = self._checksum(CRC64NVME.of(body[0]))
         headers = {"Content-Type": "application/xml", **self._blob_headers, **checksum}
-        headers |= self.attempt_header(upload.attempt)
-        is_new = {"If-None-Match": "*"} if if_version == "" else {}
-        headers |= {"If-Match": if_version} if if_version else is_new
+        headers |= self.write_headers(upload.attempt, if_version)
         url = self.object_url(upload.key, {"comp": "blocklist"})
         size = sum(part.size for part in parts)
         with self.exchange("PUT", url, headers, body, key=upload.key, is_long=True) as reply:
@@ -153,36 +152,25 @@ class AzureStore(RestStore):
         return isinstance(source, AzureStore) and self.access.reaches(source.access)
 
     def copy_part(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        upload: Upload,
-        number: int,
-        start: int,
-        stop: int,
+        self, source: CopySource, upload: Upload, number: int, start: int, stop: int
     ) -> Part:
         self._check_open(upload)
         tag = block_id(upload, number)
         url = self.object_url(upload.key, {"comp": "block", "blockid": tag})
         headers = {**self._scope, "x-ms-source-range": f"bytes={start}-{stop - 1}"}
-        _, crc = self._copied(source, found, upload.key, url, headers)
+        _, crc = self._copied(source, upload.key, url, headers)
         return Part(number, stop - start, tag, crc)
 
     def _copied(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        url: str,
-        headers: Mapping[str, str],
+        self, source: CopySource, key: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str | None, int | None]:
-        assert isinstance(source, AzureStore)
-        with self._naming_source(source, found):
-            origin, authorization = source.access.as_source(found.key)
+        assert isinstance(source.store, AzureStore)
+        with self._naming_source(source):
+            origin, authorization = source.store.access.as_source(source.info.key)
             wanted = {
                 **headers,
                 "x-ms-copy-source": origin,
-                "x-ms-source-if-match": found.version,
+                "x-ms-source-if-match": source.info.version,
                 **_present({"x-ms-copy-source-authorization": authorization}),
             }
             with self.exchange("PUT", url, wanted, key=key, is_long=True) as reply:

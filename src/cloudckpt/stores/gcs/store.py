@@ -26,6 +26,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import (
     Body,
+    CopySource,
     ObjectInfo,
     ObjectStore,
     Part,
@@ -110,7 +111,6 @@ class GCSStore(XmlStore):
         *,
         checksum: int,
         attempt: str = "",
-        if_absent: bool = False,
         if_version: str | None = None,
         progress: Progress | None = None,
     ) -> ObjectInfo:
@@ -121,8 +121,8 @@ class GCSStore(XmlStore):
         boundary = f"cloudckpt-{random_suffix()}{random_suffix()}"
         before, after = insertion(resource, boundary)
         query = {"uploadType": "multipart", "name": key, "fields": RESOURCE}
-        if if_absent or if_version is not None:
-            query["ifGenerationMatch"] = "0" if if_version is None else generation(if_version)
+        if if_version is not None:
+            query["ifGenerationMatch"] = generation(if_version or "0")
         if options.kms_key_name is not None:
             query["kmsKeyName"] = options.kms_key_name
         size = sum(map(len, body))
@@ -170,13 +170,7 @@ class GCSStore(XmlStore):
         return isinstance(source, GCSStore) and self.access.shares_realm(source.access)
 
     def copy(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        *,
-        attempt: str = "",
-        if_absent: bool = False,
+        self, source: CopySource, key: str, *, attempt: str = "", if_version: str | None = None
     ) -> ObjectInfo:
         """Implements :meth:`cloudckpt.stores.base.ObjectStore.copy`.
 
@@ -184,7 +178,7 @@ class GCSStore(XmlStore):
         requests, each for as many bytes as Google chooses; a retry continues where the last request
         ended.
         """
-        assert isinstance(source, GCSStore)
+        assert isinstance(source.store, GCSStore)
         options = self._options
         kms = options.kms_key_name
         # empty metadata: otherwise the source's is copied
@@ -192,15 +186,15 @@ class GCSStore(XmlStore):
         body = json.dumps({**resource, **({"kmsKeyName": kms} if kms else {})}).encode()
         query = {
             "destinationKmsKeyName": kms or "",
-            "ifGenerationMatch": "0" if if_absent else "",
-            "ifSourceGenerationMatch": generation(found.version),
+            "ifGenerationMatch": "" if if_version is None else generation(if_version or "0"),
+            "ifSourceGenerationMatch": generation(source.info.version),
             **BRIEF,
         }
         target = f"{self._path.removeprefix('/storage/v1')}/{quote(key, safe='')}"
-        path = f"{source._path}/{quote(found.key, safe='')}/rewriteTo{target}"
-        copied = (path, found.version, attempt, if_absent)
+        path = f"{source.store._path}/{quote(source.info.key, safe='')}/rewriteTo{target}"
+        copied = (path, source.info.version, attempt, if_version)
         token, answer = self._tokens.pop(copied, ""), dict[str, Any]()
-        with self._naming_source(source, found):
+        with self._naming_source(source):
             while not answer.get("done"):
                 try:
                     with self.exchange(

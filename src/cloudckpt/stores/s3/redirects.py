@@ -78,8 +78,11 @@ def redirected_read(
             _check(if_version, reply.headers.get("ETag", ""), uri)
             yield reply
             return
-        if unseen is not None:
-            raise unseen
+        if unseen is not None:  # the next try has the credentials that the GET was accepted with
+            text = (
+                "the store refused a HEAD request, but not a GET: check what the credentials permit"
+            )
+            raise ServerError(text, cause=unseen)
         target = _checked(reply.headers.get("Location", ""), url, uri)
         reply.close()
         if if_version is not None:

@@ -15,8 +15,15 @@ from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import from_base64, to_base64
 from cloudckpt.config import Config
-from cloudckpt.errors import ConfigError, StoreError, WrongRegionError
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ConfigError,
+    InvalidRequestError,
+    StoreError,
+    WrongRegionError,
+)
 from cloudckpt.stores.base import (
+    CopySource,
     ObjectInfo,
     ObjectStore,
     Part,
@@ -48,6 +55,7 @@ HUGGING_FACE_ENDPOINT = "https://s3.hf.co"  # https://huggingface.co/docs/hub/st
 _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
+_NOT_IMPLEMENTED = 501
 _ARCHIVES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
 
@@ -130,8 +138,16 @@ class S3Store(XmlStore):
     def complete_upload(
         self, upload: Upload, parts: Sequence[Part], *, if_version: str | None = None
     ) -> ObjectInfo:
-        condition = {"If-Match": if_version} if if_version else {"If-None-Match": "*"}
-        tag, _ = self._completed(upload, parts, {} if if_version is None else condition)
+        try:
+            tag, _ = self._completed(upload, parts, self.write_headers("", if_version))
+        except InvalidRequestError as error:
+            if if_version is not None and error.status == _NOT_IMPLEMENTED:
+                error.message = (
+                    "the store completes no upload on a condition, which protects the object from "
+                    "other writers: if only one job at a time writes to this location, set "
+                    "Config(conditional_writes='off') or CLOUDCKPT_CONDITIONAL_WRITES=off"
+                )
+            raise
         self._sends_versions = True  # with each part; a first completion of Ceph's may lack it
         size = sum(part.size for part in parts)
         return ObjectInfo(upload.key, size, self.tag_of(tag, upload.key))
@@ -139,7 +155,12 @@ class S3Store(XmlStore):
     def checksum_of(self, info: ObjectInfo) -> int:
         if self._checksums:
             wanted = {"x-amz-checksum-mode": "ENABLED", "If-Match": info.version}
-            with self.exchange("HEAD", self.object_url(info.key), wanted, key=info.key) as reply:
+            url = self.object_url(info.key)
+            # a refused HEAD does not say why, and whether other credentials help: the reads do
+            with (
+                contextlib.suppress(AccessDeniedError, InvalidRequestError),
+                self.exchange("HEAD", url, wanted, key=info.key) as reply,
+            ):
                 found = reply.headers.get("x-amz-checksum-crc32c")
                 if found and reply.headers.get("x-amz-checksum-type") == "FULL_OBJECT":
                     return from_base64(found)
@@ -149,39 +170,27 @@ class S3Store(XmlStore):
         return isinstance(source, S3Store) and self.access.shares_realm(source.access)
 
     def copy_part(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        upload: Upload,
-        number: int,
-        start: int,
-        stop: int,
+        self, source: CopySource, upload: Upload, number: int, start: int, stop: int
     ) -> Part:
-        headers = {}
-        if (start, stop) != (0, found.size):  # of a source up to 5 MB, S3 copies only the whole
-            headers["x-amz-copy-source-range"] = f"bytes={start}-{stop - 1}"
+        is_whole = (start, stop) == (0, source.info.size)  # S3 cuts no source of less than 5 MB
+        headers = {} if is_whole else {"x-amz-copy-source-range": f"bytes={start}-{stop - 1}"}
         url = self.object_url(upload.key, {"uploadId": upload.id, "partNumber": str(number)})
-        tag, crc = self._copied(source, found, upload.key, url, headers)
+        tag, crc = self._copied(source, upload.key, url, headers)
         return Part(number, stop - start, self.tag_of(tag, upload.key), crc)
 
     def _copied(
-        self,
-        source: ObjectStore,
-        found: ObjectInfo,
-        key: str,
-        url: str,
-        headers: Mapping[str, str],
+        self, source: CopySource, key: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str, int | None]:
-        assert isinstance(source, S3Store)
-        bucket = source.access.bucket  # or the ARN of an access point
+        assert isinstance(source.store, S3Store)
+        bucket = source.store.access.bucket  # or the ARN of an access point
         between = "/object/" if bucket.startswith("arn:") else "/"
         wanted = {
             **headers,
-            "x-amz-copy-source": quote(bucket + between + found.key, safe=UNRESERVED),
-            "x-amz-copy-source-if-match": found.version,
+            "x-amz-copy-source": quote(bucket + between + source.info.key, safe=UNRESERVED),
+            "x-amz-copy-source-if-match": source.info.version,
         }
         with (
-            self._naming_source(source, found),
+            self._naming_source(source),
             self.exchange("PUT", url, wanted, key=key, is_long=True) as reply,
         ):
             made = result_of(self, reply, "PUT", self.uri(key))
@@ -221,8 +230,9 @@ class S3Store(XmlStore):
                 objects.append(ObjectInfo(key, size, text(entry, "ETag"), modified=modified))
             for entry in page.iterfind("CommonPrefixes"):
                 folders.append(decode(required(entry, "Prefix")))
-            follows = text(page, "IsTruncated") == "true"
-            return (objects, folders), (text(page, "NextContinuationToken"),) if follows else None
+            token = text(page, "NextContinuationToken")
+            follows = token or text(page, "IsTruncated") == "true"
+            return (objects, folders), (token,) if follows else None
 
     def _delete(self, key: str, if_version: str | None) -> None:
         is_known_ignored = self._dialect.conditional_deletes is False
