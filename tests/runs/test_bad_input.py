@@ -108,7 +108,7 @@ def test_under_a_policy_that_lets_nothing_be_replaced_or_deleted_a_job_goes_on(
         proxy.inject(DENIED, operation="PutObject", where=is_there)
         fill(run, 1, config=config, max_to_keep=1)
         fill(run, 2, 3, config=config, max_to_keep=1)  # the next job
-        assert "would not be noticed" in caplog.text
+        assert "would go unnoticed" in caplog.text
         assert restored(run, config) == (3, 3)
         with pytest.raises(AccessDeniedError, match=r"\.metadata"), managed(run, config) as manager:
             save(manager, 2, force=True)

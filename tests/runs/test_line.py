@@ -122,7 +122,7 @@ def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, cap
     fill(run, 2, 4, 6)
     with managed(run, max_to_keep=1, keep_abandoned=False) as manager:
         save(manager, 1, 3)
-        assert "has steps up to 6, and restore() was not called" in caplog.text
+        assert "has steps up to 6, but this job did not call restore()" in caplog.text
         with pytest.raises(CheckpointExistsError, match="force=True"):
             save(manager, 4)
     assert states(run) == dict.fromkeys([2, 4, 6], "abandoned") | {3: "line"}
@@ -187,7 +187,7 @@ def test_of_many_jobs_those_of_a_restored_abandoned_step_are_not_forgotten(run, 
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(run, two) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=r"steps are 1, 2, 3, 4, 5.* ones 6"):
+    with pytest.raises(CheckpointNotFoundError, match=r"steps: 1, 2, 3, 4, 5; .*steps: 6"):
         restored(run, step=77)
 
 

@@ -124,7 +124,7 @@ def test_a_loop_that_ignores_what_was_restored_is_told_once_that_nothing_is_save
     with managed(run) as manager:
         manager.restore(state())
         assert [manager.save(step, state(step)) for step in range(5)] == [False] * 4 + [True]
-    assert caplog.text.count("continue with the step after the one that restore() returns") == 1
+    assert caplog.text.count("at the step after the one that restore() returns") == 1
 
 
 def test_a_failure_in_the_background_is_raised_once(run) -> None:
@@ -480,7 +480,7 @@ def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run) -> None:
                 manager.restore(found, source=source, keys=["modle.*"])
             with pytest.raises(CheckpointNotFoundError):
                 manager.restore(found, source=f"{run}-nothing")
-            with pytest.raises(CheckpointNotFoundError, match="steps are 3, 8"):
+            with pytest.raises(CheckpointNotFoundError, match="steps: 3, 8"):
                 manager.restore(found, source=base, step=4)
     fill(run, 5)
     with managed(run) as manager:
