@@ -360,7 +360,7 @@ def test_steps_at_the_target_that_refer_to_others_are_recognised_until_those_are
 def test_a_damaged_checkpoint_of_a_run_does_not_keep_the_others(run, tmp_path) -> None:
     [data] = (run / "step-3").glob("*.distcp")
     flip(data, 1500)
-    with pytest.raises(CheckpointCorruptError, match="that were not copied: 1; .*: 3"):
+    with pytest.raises(CheckpointCorruptError, match=r"that were not copied: 1; .*: 3"):
         copy(run, tmp_path / "copy")
     assert copied_names(tmp_path / "copy") == ["step-1", "step-4", "the best, ü"]
 
