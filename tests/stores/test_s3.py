@@ -79,7 +79,7 @@ def test_a_conflict_of_conditional_requests_means_that_nothing_was_written(store
 
 def test_a_store_that_completes_nothing_on_a_condition_is_told_so(store, server):
     answer = {"status": 501, "body": error_xml("NotImplemented")}
-    for version, words in (('"old"', "conditional_writes='off'"), ("", "off"), (None, "rejected")):
+    for version, words in (('"old"', "conditional_writes='off'"), ("", "off"), (None, "rejects")):
         server.answer(**answer)
         with pytest.raises(InvalidRequestError, match=words) as caught:
             store.complete_upload(UPLOAD, [Part(1, 4, '"tag"', None)], if_version=version)
