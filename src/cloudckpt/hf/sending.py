@@ -409,7 +409,7 @@ class _Rounds:
         }
 
     def report_failure(self) -> None:
-        """Reports to the other ranks, if they wait for this one, that it has failed."""
+        """Reports the failure of this rank to the other ranks, if they wait for this rank."""
         if self._left:
             self._are_ready(False)
 

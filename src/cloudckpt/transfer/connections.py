@@ -96,7 +96,7 @@ def transfer_group(store: RangeReader, config: Config, direction: Direction) -> 
 
 
 class _Paced:
-    """Sets a group's width by a :class:`LaneSearch`, from the bytes moved and the CPU time used."""
+    """Sets a group's number of threads by a :class:`LaneSearch`, from bytes moved and CPU time."""
 
     def __init__(
         self, search: LaneSearch, store: RangeReader, place: tuple[str, Direction]

@@ -38,7 +38,7 @@ class Cancellation:
         return self._event.is_set()
 
     def check(self) -> None:
-        """Raises TransferCancelledError once cancelled."""
+        """Raises TransferCancelledError if :meth:`cancel` was called."""
         if self._event.is_set():
             why = "the transfer was stopped by the failure of another transfer, or by an interrupt"
             raise TransferCancelledError(why)

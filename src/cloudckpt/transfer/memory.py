@@ -114,7 +114,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Returns the view of a box of a tensor."""
+    """Returns a view of the part of a tensor that a box describes."""
     for axis, (start, length) in enumerate(box):
         if length != tensor.shape[axis]:
             tensor = tensor.narrow(axis, start, length)

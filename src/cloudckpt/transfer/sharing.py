@@ -189,7 +189,7 @@ def _allocated(size: int) -> torch.Tensor:
 
 
 class RingAllgather:
-    """Fetches this rank's requests, passes all ranks' requests around, and delivers all of them."""
+    """Fetches this rank's requests, exchanges the bytes with all ranks, and delivers all bytes."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class RingAllgather:
         self._submit(fetch)
 
     def _submit(self, task: Callable[[], None]) -> bool:
-        """Queues a task on the download's threads; on an error, fails it and returns False."""
+        """Queues a task of the download; returns False, and ends the download, if that fails."""
         try:
             self._download.submit(task)
         except Exception as error:  # noqa: BLE001 - the download raises it, if it is the first

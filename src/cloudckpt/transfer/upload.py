@@ -355,7 +355,11 @@ def clear_away(store: ObjectStore, keys: Sequence[str], policy: RetryPolicy) -> 
 
 
 def only_if_new(store: ObjectStore, config: Config) -> str | None:
-    """Returns the ``if_version`` of objects with random keys: "" if it is of use, else None."""
+    """Returns the ``if_version`` for writes to random keys: "" if stores keep versions, else None.
+
+    The condition that the key does not exist prevents a repeated request from creating a second,
+    billed version; None also if the user has turned conditions off.
+    """
     return "" if store.capabilities.create_only and config.conditional_writes != "off" else None
 
 

@@ -235,9 +235,8 @@ class AzureStore(RestStore):
     def _check_open(self, upload: Upload) -> None:
         """Raises an error for an aborted upload, so that a late part does not revive it."""
         if upload.id in self._aborted:
-            raise ObjectNotFoundError(
-                "the upload was aborted; save again", uri=self.uri(upload.key)
-            )
+            why = "the upload was aborted before, so nothing was sent; save again"
+            raise ObjectNotFoundError(why, uri=self.uri(upload.key))
 
     # head, list and delete
 

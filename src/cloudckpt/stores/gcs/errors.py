@@ -95,7 +95,7 @@ def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
 
 
 def _decompressed(headers: Mapping[str, str], body: bytes) -> bytes:
-    """Decompresses a body that was compressed for the transfer, as requests for content allow."""
+    """Returns a body decompressed if its headers say that it was compressed for the transfer."""
     if headers.get("content-encoding") == "gzip":
         with contextlib.suppress(zlib.error):
             return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(body, _LONGEST_BODY)

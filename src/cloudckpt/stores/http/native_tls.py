@@ -285,6 +285,6 @@ class LongReadTLSSocket(WatchedSocket, ssl.SSLSocket):
         return self._chain
 
     def _real_close(self) -> None:
-        """Closes the socket, after its last file object; ``socket.close`` calls it."""
+        """Closes the socket once no file object uses it any more; ``socket.close`` calls this."""
         self._chain = None
         super()._real_close()  # type: ignore[misc]
