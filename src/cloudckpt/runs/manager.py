@@ -326,9 +326,9 @@ class CheckpointManager(ClosedAtExit):
         if not (self.should_save(step) or force):
             if self._restored is not None and step < self._restored:
                 logger.warning(
-                    "step %d is not saved: step %d was restored, and only later steps are saved. "
-                    "Begin the training loop at the step after the one that restore() returns",
-                    step,
+                    "%s is not saved: step %d was restored, and only later steps are saved. Begin "
+                    "the training loop at the step after the one that restore() returns",
+                    self.uri(step),
                     self._restored,
                 )
                 self._restored = None

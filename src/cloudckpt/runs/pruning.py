@@ -119,7 +119,7 @@ def prune(
             inspect(the_run.uri(newest), config=the_run.config)
         except CheckpointCorruptError as error:
             error.message += (
-                "; this is the newest checkpoint that prune() always keeps, so "
+                "; this is the newest checkpoint, which prune() always keeps, so "
                 "nothing was deleted: delete this checkpoint with cloudckpt rm, then prune again"
             )
             raise
