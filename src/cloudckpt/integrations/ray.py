@@ -9,7 +9,7 @@ Each worker saves with :func:`cloudckpt.save` beneath :func:`run_uri`, and repor
 Ray deletes the checkpoints that ``num_to_keep`` does not keep, and returns the newest one after a
 crash. ``checkpoint(uri)`` is a reference, without files that Ray could copy, or delete after the
 "upload"; :func:`checkpoint_upload_fn` turns it into a checkpoint in Ray's storage. Nothing in Ray
-is patched. Tested with ray 2.60.
+is patched. Tested with ray 2.59 and 2.60.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ try:
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 except ModuleNotFoundError as error:
     raise MissingDependencyError(
-        "cloudckpt.integrations.ray needs Ray Train V2: pip install 'ray[train]>=2.60'", cause=error
+        "cloudckpt.integrations.ray needs Ray Train V2: pip install 'ray[train]>=2.59'", cause=error
     ) from error
 
 __all__ = ["checkpoint", "checkpoint_upload_fn", "run_uri", "storage", "uri_of"]
