@@ -332,7 +332,7 @@ def _why_not_sent(stored: Any, wants_tensor: bool) -> str:
     """Returns why an entry of the file can't be loaded as planned; empty if it can be."""
     if isinstance(stored, torch.Tensor) != wants_tensor:
         wanted = "a tensor" if wants_tensor else "another kind of value"
-        return f"is a {type(stored).__name__}, but the state dict has {wanted}: give it the file's type"
+        return f"is a {type(stored).__name__}, but the state dict has {wanted}: use the file's type"
     if wants_tensor and (
         type(stored) not in PLAIN or stored.is_quantized or stored.layout != torch.strided
     ):
