@@ -120,6 +120,13 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsy
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("seconds", "shown"), [(4.0, ""), (9.0, "-:--:--")])
+def test_a_bar_estimates_no_time_in_its_first_seconds(seconds, shown):
+    task = output.Task(0, "", 100.0, 0.0, lambda: seconds)
+    task.start_time = 0.0
+    assert output._TimeLeft().render(task).plain == shown
+
+
 _WAITS = """
 import threading
 import cloudckpt

@@ -137,9 +137,7 @@ def test_who_is_silent_is_not_waited_for(tmp_path, dead, monkeypatch) -> None:
     step = dead(tmp_path, 2)
     left(step)[1].unlink()
     monkeypatch.setattr(adopting, "_SILENT_LISTINGS", 2)
-    with pytest.raises(
-        IncompleteSaveError, match="of 2 ranks, finished: 1, with unfinished uploads: 0, without a"
-    ):
+    with pytest.raises(IncompleteSaveError, match=r"of 2 ranks, finished: 1, .*: 0, .*: 1"):
         adopt(step, wait=1000.0)
 
 
