@@ -187,7 +187,7 @@ def dcp_to_dcp(
     """
     config = config_or_default(config)
     uri, to = _both_ends(source, target)
-    _check_target(to, config)
+    check_target(to, config)
     reader = CloudStorageReader(uri, config=config, trust_pickle=trust_pickle)
     state = _content_of(reader)
     assert reader.commit is not None  # the load above has read it
@@ -209,12 +209,16 @@ def _both_ends(source: URILike, target: URILike) -> tuple[CheckpointURI, Checkpo
     return uri, to
 
 
-def _check_target(to: CheckpointURI, config: Config) -> None:
-    """Checks, before the source is read, that the target is free if ``overwrite`` is off."""
+def check_target(to: CheckpointURI, config: Config) -> None:
+    """Checks, before a source is read, that the target has no checkpoint if ``overwrite`` is off.
+
+    Raises:
+        CheckpointExistsError: If the target has one.
+    """
     if not config.overwrite and exists(to, config=config):
         raise CheckpointExistsError(
-            "a checkpoint already exists here and overwrite is off: delete it, or write to "
-            "another location",
+            "a checkpoint already exists here and overwrite is off: choose another target, or turn "
+            "overwrite on",
             uri=str(to),
         )
 
@@ -255,7 +259,7 @@ def torch_save_to_dcp(
     """
     config = config_or_default(config)
     uri, to = _both_ends(source, target)
-    _check_target(to, config)
+    check_target(to, config)
 
     def load() -> Any:
         stats = TransferStats(str(uri))

@@ -28,6 +28,7 @@ from cloudckpt.errors import (
     CloudCheckpointError,
     ConfigError,
 )
+from cloudckpt.format_utils import check_target
 from cloudckpt.runs.catalog import Run, list_checkpoints
 from cloudckpt.runs.checkpoint_copy import Copied, copy_checkpoint
 from cloudckpt.runs.claim import copy_claim
@@ -178,13 +179,7 @@ def planned(
     origin, goal = _ends(source, target, config)
     copies = _copies(origin, goal, step_name)
     if copies[0].source == origin.root:  # the source is a checkpoint
-        to = _at(goal, copies[0].target)
-        if not to.config.overwrite and to.is_checkpoint():
-            raise CheckpointExistsError(
-                "the target already has a checkpoint, and overwrite is off: choose another "
-                "target, or turn overwrite on",
-                uri=str(to.root),
-            )
+        check_target(copies[0].target, goal.config)
         copies = [replace(copies[0], nbytes=inspect(origin.root, config=origin.config).nbytes)]
     return [(str(each.source), str(each.target), each.nbytes) for each in copies]
 
