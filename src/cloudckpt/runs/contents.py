@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +18,8 @@ from cloudckpt.checkpoint.objects import METADATA
 from cloudckpt.checkpoint.places import Places
 from cloudckpt.config import Config, config_or_default
 from cloudckpt.dcp.reader import CloudStorageReader
-from cloudckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.errors import CheckpointNotFoundError, CloudCheckpointError
 from cloudckpt.runs.catalog import Run
-from cloudckpt.stores.base import ObjectStore
-from cloudckpt.transfer.download import raise_it
-from cloudckpt.transfer.landing import StoredBytes
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI, URILike
 
@@ -183,20 +180,6 @@ class ReadContent:
             return _stored(name, tuple(entry.size), entry.properties.dtype, len(entry.chunks))
         nbytes = self.places.wholes([MetadataIndex(name)])[0].nbytes
         return StoredItem(name=name, shape=None, dtype=None, nbytes=nbytes, chunks=1)
-
-    def sources(
-        self,
-        store: ObjectStore,
-        config: Config,
-        damaged: Callable[[CheckpointCorruptError], None] = raise_it,
-    ) -> list[StoredBytes]:
-        """Reads the indexes of the data objects; returns where each chunk is, with its checksums.
-
-        Arguments and errors are those of :meth:`cloudckpt.checkpoint.places.Places.sources`.
-        """
-        names = self.metadata.state_dict_metadata
-        indices = [index for name in names for index in self.indices(name)]
-        return self.places.sources(indices, store, config, damaged)
 
     def indices(self, name: str) -> list[MetadataIndex]:
         """Returns torch's index of each chunk of an entry."""

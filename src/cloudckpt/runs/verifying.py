@@ -133,7 +133,9 @@ class _Content:
             part.commit.check_pickle(store, Retrier(config.retry))
         except CheckpointCorruptError as error:
             damaged.append(error)
-        items = part.sources(store, config, damaged.append)
+        names = part.metadata.state_dict_metadata
+        indices = [index for name in names for index in part.indices(name)]
+        items = part.places.sources(indices, store, config, damaged.append)
         reported = {error.uri for error in damaged}
         by_key: dict[str, list[StoredBytes]] = {}
         for item in items:
