@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
+from typing import TypeVar
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ from cloudckpt.checkpoint.record import Extents, Record
 from cloudckpt.checkpoint.references import Hold
 from cloudckpt.checkpoint.structure import Structure
 from cloudckpt.checkpoint.trailer import notes_at_end
-from cloudckpt.checkpointer import CheckpointerConfig
+from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.global_plan import record_of
 from cloudckpt.errors import (
@@ -59,7 +60,8 @@ from cloudckpt.integrations.torch_checkpointing import folders
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
 from cloudckpt.integrations.torch_checkpointing.manifest import read_manifest
 from cloudckpt.runs import Preemption
-from cloudckpt.runs.adopting import adopt_pending
+from cloudckpt.runs.adopting import Adoption
+from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.copying import copy
 from cloudckpt.runs.deleting import delete
 from cloudckpt.runs.pruning import prune
@@ -71,6 +73,8 @@ from cloudckpt.transfer.retry import Retrier
 from cloudckpt.uri import CheckpointURI
 from support import memory_store
 from support.memory_store import MemoryStore
+
+T = TypeVar("T")
 
 HOUR = 3600.0
 MODEL = "model"
@@ -261,6 +265,7 @@ class World:
         self.deleted_by: dict[str, tuple[Actor, int]] = {}  # with the number of the request
         self.removed: set[str] = set()  # by hand: whatever needed these is damaged by nobody else
         self.claims: list[str] = []  # jobs, in order
+        self.newest_of: dict[int, list[int]] = {}  # by thread: the newest steps while it restores
         self.loss = ""
         self.copies_by_store = self.rng.random() < 0.5
         self.first: Callable[[Config], None] | None = None
@@ -301,13 +306,28 @@ class World:
                 str(self.root), checkpointer=made, max_to_keep=1, preemption=quiet, **options
             ) as manager:
                 state = state_of(0)
-                newest = manager.restore(state) or 0
+                newest = self.restored(manager, state)
                 assert state["w"].unique().numel() == 1
                 for step in range(newest + 1, newest + 3):
                     manager.save(step, state_of(step))
                 manager.wait_until_finished()
 
+        if self.rng.random() < 0.5:
+            self.first = work  # as an earlier job
         return work
+
+    def restored(self, manager: CheckpointManager, state: dict[str, torch.Tensor]) -> int:
+        """Restores a step, which may not be older than the newest was at every moment meanwhile."""
+        me = threading.get_ident()
+        self.newest_of[me] = [self.newest()]
+        step = manager.restore(state) or 0
+        least = min(self.newest_of.pop(me))
+        assert step >= least or self.removed, f"restored step {step}, and step {least} was there"
+        return step
+
+    def newest(self) -> int:
+        """The newest step on the line of the run."""
+        return self.undisturbed(lambda config: Run(self.root, config=config).newest()) or 0
 
     def state(self, number: int) -> Callable[[Config], None]:
         """A save by the function, at once or from a base."""
@@ -443,7 +463,7 @@ class World:
 
     def adopt(self, number: int) -> Callable[[Config], None]:
         self.first = self.orphan(number)
-        return lambda config: adopt_pending(self.step(number), config, until=0.0)
+        return lambda config: Adoption(self.step(number), config, CommitHook()).carry_out(0.0)
 
     def copy(self, number: int) -> Callable[[Config], None]:
         source, overwrite = self.step(3 - number), self.rng.random() < 0.5
@@ -525,12 +545,12 @@ class World:
                 actor.is_dead = True
                 actor.go.release()
 
-    def undisturbed(self, work: Callable[[Config], None]) -> None:
+    def undisturbed(self, work: Callable[[Config], T]) -> T:
         """Does something while nobody else does, and nothing fails."""
         rng, self.rng = self.rng, random.Random(0)
         self.rng.random = lambda: 0.5
         try:
-            work(_config(_ALONE))
+            return work(_config(_ALONE))
         finally:
             self.rng = rng
 
@@ -566,6 +586,8 @@ class World:
         if self.is_checked:
             return
         self.is_checked = True
+        for seen in self.newest_of.values():
+            seen.append(self.newest())
         there = {info.key for info in self.plain.list("")}
         keys = there | self.removed
         for key in there:
@@ -667,9 +689,9 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     return made
 
 
-def try_one(worlds: Callable[..., World], seed: int) -> None:
+def try_one(worlds: Callable[..., World], seed: int, **options: Sequence[str]) -> None:
     """One interleaving; an error tells its seed and its story."""
-    world = worlds(seed)
+    world = worlds(seed, **options)
     try:
         world.run()
         for actor in world.actors:

@@ -113,6 +113,8 @@ class Lines(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.steps: dict[int, Commit] = {}
+        self.copied: dict[int, Commit] = {}  # the steps of a copy of the run
+        self.other: Commit | None = None  # the newest of another program
         self.claim: Claimed | None = None
         self.damaged: set[str] = set()  # the keys of data
         self.folder = f"{self.place or tempfile.mkdtemp()}/{uuid.uuid4().hex}"
@@ -141,11 +143,12 @@ class Lines(RuleBasedStateMachine):
 
     # the model
 
-    def on_line(self) -> dict[int, Commit]:
-        """The readable steps on the line."""
-        known = {step: one for step, one in self.steps.items() if not one.is_unread}
+    def on_line(self, steps: dict[int, Commit] | None = None) -> dict[int, Commit]:
+        """The readable steps on the line, of the run or of a copy of it."""
+        steps = self.steps if steps is None else steps
+        known = {step: one for step, one in steps.items() if not one.is_unread}
         line = [] if self.claim is None else self.claim.line()
-        is_known = self.claim is None or len(known) == len(self.steps)
+        is_known = self.claim is None or len(known) == len(steps)
         if known and is_known and not any(one in line for one in known.values()):
             line = known[max(known)].chain()  # as if there were no claim
         return {step: one for step, one in sorted(known.items()) if one in line}
@@ -239,6 +242,7 @@ class Lines(RuleBasedStateMachine):
             gone += self.abandoned()
         for step in gone:
             del self.steps[step]
+        self.copies()
 
     def loads(self, job: Job, step: int | None) -> None:
         """Has a job restore a step, or the newest."""
@@ -318,8 +322,8 @@ class Lines(RuleBasedStateMachine):
     def another_program_has_saved(self, count) -> None:
         for _ in range(count):
             self.saves += 1
-            newest = max(self.steps, default=0)
-            one = Commit(newest + 2, self.saves, math.inf, self.steps.get(newest))
+            step = 2 if self.other is None else self.other.step + 2
+            one = self.other = Commit(step, self.saves, math.inf, self.other)
             cloudckpt.save(
                 state(one.value), checkpoint_id=self.step_at(one.step), config=self.config
             )
@@ -360,6 +364,7 @@ class Lines(RuleBasedStateMachine):
             store.put(key, [memoryview(content)], checksum=None)
             self.damaged.add(key)
 
+    @precondition(lambda self: self.steps)
     @rule()
     def leftovers_are_swept(self) -> None:
         cloudckpt.sweep(self.uri, older_than=0, config=self.config)
@@ -367,23 +372,24 @@ class Lines(RuleBasedStateMachine):
             if not (one.is_unread or self.is_damaged(step)):
                 cloudckpt.verify(self.step_at(step), config=self.config)
 
-    @precondition(lambda self: self.steps and not self.damaged)
-    @rule()
-    def all_of_it_is_copied_and_that_is_removed(self) -> None:
-        if any(one.is_unread for one in self.steps.values()):
+    def copies(self) -> None:
+        """Copies the run to where it was copied before, unless something is damaged."""
+        if self.damaged or any(one.is_unread for one in self.steps.values()):
             return
-        there = f"{self.folder}/copy-{uuid.uuid4().hex}"
-        copied = cloudckpt.copy(self.uri, there, config=self.config)
-        assert copied.checkpoints == len(self.steps)
-        pairs = [
-            [(one.step, one.is_abandoned) for one in found if one.is_committed]
-            for found in (
-                cloudckpt.list_checkpoints(uri, config=self.config) for uri in (self.uri, there)
-            )
-        ]
-        assert pairs[0] == pairs[1]
-        delete_run(there, config=self.config)
-        at = CheckpointURI.parse(there)
+        copied = cloudckpt.copy(self.uri, f"{self.folder}/copy", config=self.config)
+        assert copied.checkpoints + copied.already_there == len(self.steps)
+        self.copied |= self.steps
+        line = self.on_line(self.copied)
+        found = cloudckpt.list_checkpoints(f"{self.folder}/copy", config=self.config)
+        abandoned = {one.step: one.is_abandoned for one in found if one.is_committed}
+        assert abandoned == {step: step not in line for step in self.copied}
+
+    @precondition(lambda self: self.copied)
+    @rule()
+    def the_copy_is_removed(self) -> None:
+        self.copied = {}
+        delete_run(f"{self.folder}/copy", config=self.config)
+        at = CheckpointURI.parse(f"{self.folder}/copy")
         assert list(open_store(at, self.config).list(at.key(""))) == []
 
     # what everybody sees

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 import cloudckpt
 from cloudckpt import Config, RetryPolicy
 from cloudckpt.checkpoint.notes import Notes
+from cloudckpt.checkpoint.objects import CLAIM
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.config import MIB
 from cloudckpt.errors import (
@@ -38,7 +39,6 @@ from cloudckpt.errors import (
 )
 from cloudckpt.runs.copying import Copied, copy
 from cloudckpt.stores import registry
-from runs.managed import flip
 from support.faulty_store import FaultyStore
 from support.memory_store import MemoryStore
 
@@ -328,8 +328,11 @@ def test_a_checkpoint_is_copied_beneath_a_run_and_no_run_to_a_checkpoint(tmp_pat
     for place in ("a/step-1", "a/step-2", "b/step-1"):
         cloudckpt.save({"n": 1}, checkpoint_id=tmp_path / place)
     target = f"{tmp_path / 'b'}{slash}"
-    assert copy(tmp_path / "a" / "step-2", target).checkpoints == 1
-    assert cloudckpt.exists(tmp_path / "b" / "step-2")
+    (tmp_path / "claimed").mkdir()
+    (tmp_path / "claimed" / CLAIM).write_text("{}")  # of a job that saves its first step
+    for folder in (target, tmp_path / "claimed"):
+        assert copy(tmp_path / "a" / "step-2", folder).checkpoints == 1
+        assert cloudckpt.exists(f"{folder}/step-2")
     assert not cloudckpt.exists(target)
     with pytest.raises(CheckpointExistsError):
         copy(tmp_path / "a" / "step-2", target, overwrite=False)
@@ -355,14 +358,6 @@ def test_steps_at_the_target_that_refer_to_others_are_recognised_until_those_are
     copied = copy(tmp_path / "run", tmp_path / "copy", overwrite=True)
     assert (copied.checkpoints, copied.already_there) == (2, 0)
     assert cloudckpt.verify(tmp_path / "copy" / "step-2").items == 2
-
-
-def test_a_damaged_checkpoint_of_a_run_does_not_keep_the_others(run, tmp_path) -> None:
-    [data] = (run / "step-3").glob("*.distcp")
-    flip(data, 1500)
-    with pytest.raises(CheckpointCorruptError, match=r"that were not copied: 1; .*: 3"):
-        copy(run, tmp_path / "copy")
-    assert copied_names(tmp_path / "copy") == ["step-1", "step-4", "the best, ü"]
 
 
 @pytest.mark.parametrize("when", ["before its turn", "while it is copied"])
@@ -409,6 +404,7 @@ def test_what_fails_on_one_rank_is_told_to_all(ranks, run, tmp_path) -> None:
         path.unlink()
     errors = ranks.errors(2, _copy, str(run), str(tmp_path / "b"))
     assert [type(error) for error in errors] == [CheckpointCorruptError] * 2
+    assert "that were not copied: 1; " in str(errors[0])
     assert copied_names(tmp_path / "b") == ["step-1", "step-4", "the best, ü"]
 
 

@@ -12,6 +12,8 @@ INTERLEAVINGS = 300  # make soak tries two thousand, and goes on as long as it i
 def test_no_interleaving_damages_a_checkpoint_or_leaves_anything_in_the_end(worlds):  # noqa: F811
     for seed in range(INTERLEAVINGS):
         try_one(worlds, seed)
+    for seed in range(INTERLEAVINGS // 6):
+        try_one(worlds, seed, kinds=("manager",))
 
 
 @pytest.mark.parametrize(

@@ -128,14 +128,6 @@ def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, cap
     assert states(run) == dict.fromkeys([2, 4, 6], "abandoned") | {3: "line"}
 
 
-def test_a_job_that_only_deletes_keeps_the_line_and_takes_the_run(run, two) -> None:
-    with managed(run) as manager:
-        manager.delete(3)
-    assert restored(run) == (5, 5)
-    with pytest.raises(CheckpointConflictError):
-        save(two, 7)
-
-
 def test_a_reader_writes_nothing(run) -> None:
     with managed(run) as manager, managed(run, read_only=True) as reader:
         save(manager, 1)

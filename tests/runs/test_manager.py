@@ -117,12 +117,14 @@ def test_a_step_that_exists_is_refused_if_the_options_say_so(run) -> None:
             manager.wait_until_finished()
 
 
-def test_a_loop_that_ignores_what_was_restored_is_told_once_that_nothing_is_saved(
-    run, caplog
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_a_loop_that_counts_steps_anew_is_told_once_that_nothing_is_saved(
+    run, caplog, is_restored
 ) -> None:
-    fill(run, 3)
     with managed(run) as manager:
-        manager.restore(state())
+        save(manager, 3)
+        if is_restored:
+            manager.restore(state())
         assert [manager.save(step, state(step)) for step in range(5)] == [False] * 4 + [True]
     assert caplog.text.count("at the step after the one that restore() returns") == 1
 
@@ -307,7 +309,7 @@ def test_the_best_step_is_found_while_others_are_deleted(run, monkeypatch) -> No
         assert listed == [1, 2, 3]
 
 
-def test_what_any_rule_keeps_stays(folder) -> None:
+def test_what_any_rule_keeps_stays(folder, monkeypatch) -> None:
     losses = {1: 0.1, 2: 0.5, 3: 0.3, 4: 0.9, 5: 0.9, 6: 0.9}
     rules = {"max_to_keep": 2, "best_to_keep": 1, "best_metric": "loss", "best_mode": "max"}
     with managed(folder, **rules, keep_period=3) as manager:
@@ -317,6 +319,10 @@ def test_what_any_rule_keeps_stays(folder) -> None:
         assert manager.all_steps() == [3, 5, 6]
     assert prune(folder, max_to_keep=1, keep_younger_than=3600) == []
     assert prune(folder, max_to_keep=2, dry_run=True) == [manager.uri(3)]
+    tomorrow = time.time() + 86_400
+    with monkeypatch.context() as patch:  # the clock of this machine, not that of the disk
+        patch.setattr(time, "time", lambda: tomorrow)
+        assert prune(folder, keep_younger_than=3600) == []
     os.utime(folder / "step-3" / ".metadata", (time.time() - 7200,) * 2)
     assert prune(folder, keep_younger_than=3600) == [manager.uri(3)]
     assert not cloudckpt.exists(manager.uri(3))
@@ -487,6 +493,18 @@ def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run) -> None:
         found = {"model": {"w": torch.zeros(300)}, "step": -1}
         assert manager.restore(found, keys="step") == 5
         assert (value(found), found["step"]) == (0, 5)
+
+
+def test_a_step_is_restored_that_is_being_saved(run) -> None:
+    held = Held()
+    with managed(run, hook=held, asynchronous=True) as manager:
+        manager.save(1, state(1))
+        assert held.reached.wait(60)
+        opening = threading.Timer(0.5, held.opened.set)
+        opening.start()
+        assert manager.restore(state()) == 1
+        save(manager, 2)
+        assert manager.all_steps() == [1, 2]
 
 
 def test_a_state_is_as_it_was_if_nothing_that_is_verified_is_whole(folder) -> None:

@@ -184,18 +184,21 @@ class Beginning(Generic[T]):
     Args:
         view: The view that the request goes through; cancelled if waiting for the answer fails.
         ask: Sends the request, and returns the answer.
+
+    Attributes:
+        future: The future of the answer.
     """
 
     def __init__(self, view: View, ask: Callable[[], T]) -> None:
         self._view = view
-        self._answer: Future[T] = Future()
+        self.future: Future[T] = Future()
         here = contextvars.copy_context()
 
         def run() -> None:
             try:
-                self._answer.set_result(here.run(ask))
-            except BaseException as error:  # noqa: BLE001 - raised where the save needs the answer
-                self._answer.set_exception(error)
+                self.future.set_result(here.run(ask))
+            except BaseException as error:  # noqa: BLE001 - raised where the answer is needed
+                self.future.set_exception(error)
 
         # a daemon: the program may end before the answer arrives
         threading.Thread(target=run, name="cloudckpt-begin", daemon=True).start()
@@ -206,7 +209,7 @@ class Beginning(Generic[T]):
         An interrupt while waiting cancels the request.
         """
         try:
-            return self._answer.result()
+            return self.future.result()
         except BaseException:
             self._view.cancel()
             raise

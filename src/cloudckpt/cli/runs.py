@@ -101,10 +101,9 @@ def _show_runs(
 
 
 def _newest_of(run: Run) -> dict[str, object]:
-    steps = run.steps()
-    newest = run.newest(steps)
+    newest = run.newest()
     last = None if newest is None else run.summary(run.names.name(newest))
-    return {"latest": newest, "steps": len(steps), "age": _age(last)}
+    return {"latest": newest, "steps": len(run.steps(warns=False)), "age": _age(last)}
 
 
 def _sizes_of(run: Run) -> dict[str, object]:

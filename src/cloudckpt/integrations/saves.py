@@ -178,7 +178,7 @@ class Saves:
         line = self._lines.get(run.root) if named is None else self._line_of(run)
         more: dict[str, Any] = {}
         if line is not None:
-            more["notes"] = replace(line.for_save(), step=step if named is None else named)
+            more["notes"] = replace(line.claim(), step=step if named is None else named)
             more["base"], line.base = line.base, None
         self._checkpointer_for(line).save(uri, state, **more)
 
@@ -270,7 +270,7 @@ class Saves:
             return
         try:
             history, kept = run.history(), {*kept, self._resumed.get(run.root)}
-            unneeded = [step for step in retention.unneeded(history.line) if step not in kept]
+            unneeded = [step for step in retention.unneeded(history.line, {}) if step not in kept]
             delete_steps(run, history, unneeded, self._check_of(run.root))
         except CloudCheckpointError as error:
             logger.error(

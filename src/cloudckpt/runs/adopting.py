@@ -58,7 +58,7 @@ from cloudckpt.transfer.deleting import delete_quietly
 from cloudckpt.transfer.view import View
 from cloudckpt.uri import CheckpointURI, URILike
 
-__all__ = ["adopt", "adopt_pending"]
+__all__ = ["Adoption", "adopt"]
 
 logger = logging.getLogger("cloudckpt")
 
@@ -88,7 +88,7 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
     """
     location, config = CheckpointURI.parse(uri), config_or_default(config)
     try:
-        adopt_pending(location, config, until=time.monotonic() + wait)
+        Adoption(location, config, CommitHook()).carry_out(time.monotonic() + wait)
     except IncompleteSaveError as error:
         view = View(location, config)
         if find_commit(view.look, location) is not None:
@@ -103,29 +103,16 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
         raise
 
 
-def adopt_pending(
-    uri: CheckpointURI, config: Config, *, until: float, hook: CommitHook | None = None
-) -> None:
-    """Commits a pending step, as :func:`adopt` does, until a deadline and with a commit hook.
-
-    Args:
-        uri: The location of the step; its parent folder is the run.
-        config: Options.
-        until: When to stop waiting, by :func:`time.monotonic`.
-        hook: Called before and after the commit.
-
-    Raises:
-        IncompleteSaveError: If the step can't be committed; also if it is committed already.
-        StoreError: If the store refuses or stays unreachable.
-        CommitUnknownError: If the store does not say whether the commit took place.
-    """
-    _Adoption(uri, config, hook if hook is not None else CommitHook()).carry_out(until)
-
-
-class _Adoption:
+class Adoption:
     """Commits one pending step from the records that its saving processes have left."""
 
     def __init__(self, uri: CheckpointURI, config: Config, hook: CommitHook) -> None:
+        """
+        Args:
+            uri: The location of the step; its parent folder is the run.
+            config: Options.
+            hook: Called before and after the commit.
+        """
         self._uri, self._config, self._hook = uri, config, hook
         self._run = Run(uri.parent, config=config)
         self._records: dict[str, Pending] = {}  # the records read so far, by key, the newest first
@@ -136,7 +123,16 @@ class _Adoption:
         return "" if owner is None else owner.job
 
     def carry_out(self, until: float) -> None:
-        """Waits for the records, checks them and the objects, commits, and deletes the records."""
+        """Waits for the records, checks them and the objects, commits, and deletes the records.
+
+        Args:
+            until: When to stop waiting, by :func:`time.monotonic`.
+
+        Raises:
+            IncompleteSaveError: If the step can't be committed; also if it is committed already.
+            StoreError: If the store refuses or stays unreachable.
+            CommitUnknownError: If the store does not say whether the commit took place.
+        """
         by_rank = self._wait_for_records(self._owner(), until)
         self._compare(by_rank)
         baseline = Baseline(self._uri.key(METADATA), None)

@@ -258,23 +258,39 @@ class Run:
         run = self.through(self.view)
         owner, is_gone, passed = run.owner(), True, list[tuple[int, Notes]]()
         line = None if owner is None else owner.line
+        listed, missing = run.steps() if steps is None else [*steps], set[int]()
 
         def is_on_line(notes: Notes) -> bool:
             nonlocal line
             line = notes if line is None else line  # without a claim, the newest step decides
             return line.is_same_training(notes)
 
-        for step, notes in run._read(steps):
+        def has_come(above: int) -> bool:
+            """Whether a step above this one was committed since the listing."""
+            if steps is not None or not missing:
+                return False
+            now = {step for step in run.steps(warns=False) if step > above}
+            return any(run.view.each(run.is_committed, now - {*listed} | now & missing))
+
+        for step, notes in run._read(listed):
             if notes is None and adopt is not None:
                 adopt(step)
                 # read again: this job, or another one meanwhile, may have committed the step
                 notes = run._notes_or_error(step)
-            if isinstance(notes, Notes) and not is_on_line(notes):
+            if notes is None:
+                missing.add(step)
+            elif isinstance(notes, Notes) and not is_on_line(notes):
                 passed.append((step, notes))
                 yield step, notes, False
-            elif notes is not None:
+            elif is_gone and has_come(step):
+                yield from run.walk(adopt=adopt)
+                return
+            else:
                 is_gone, adopt = False, None if isinstance(notes, Notes) else adopt
                 yield step, notes, True
+        if is_gone and has_come(-1):
+            yield from run.walk(adopt=adopt)
+            return
         if passed and is_gone and steps is not None:  # the line may have other steps than these
             others = run._read(sorted({*run.steps(warns=False)} - {*steps}))
             is_gone = all(
@@ -286,13 +302,13 @@ class Run:
                 yield step, notes, True
 
     def _read(
-        self, steps: Sequence[int] | None
+        self, steps: Sequence[int]
     ) -> Iterator[tuple[int, Notes | CloudCheckpointError | None]]:
         """Yields each step, newest first, with its notes, its error, or None if not committed.
 
         The notes of the newest step are read alone, then those of 2, 4, 8 ... steps at once.
         """
-        left, count = self.steps() if steps is None else [*steps], 1
+        left, count = [*steps], 1
         while left:
             left, batch = left[:-count], left[-count:][::-1]
             yield from zip(batch, self.view.each(self._notes_or_error, batch), strict=True)

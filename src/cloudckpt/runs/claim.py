@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import contextvars
 import json
 import logging
 import os
@@ -29,9 +28,11 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from cloudckpt.checkpoint.baseline import Beginning
 from cloudckpt.checkpoint.commit import conditions_work
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import CLAIM, trial_name
@@ -48,35 +49,26 @@ from cloudckpt.errors import (
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.line import Owner
 from cloudckpt.stores.base import random_suffix
-from cloudckpt.transfer.upload import only_if_new, put_whole
+from cloudckpt.transfer.upload import put_whole
 
 __all__ = ["OwnLine", "copy_claim"]
 
 logger = logging.getLogger("cloudckpt")
 
 
-def _write_claim(run: Run, job: str, continues: Mapping[str, int], seen: Owner | None) -> Owner:
-    """Claims a run for a job; returns the new claim.
+def _put_claim(run: Run, document: Mapping[str, Any], seen: Owner | None) -> str:
+    """Writes the claim object of a run, and returns its version.
 
     Args:
         run: The run.
-        job: The job's name.
-        continues: The jobs that this job continues, each with its last step on the line.
-        seen: The claim that the job read when it opened the run, or its own earlier claim.
+        document: The content of the object.
+        seen: The claim that it replaces; None if there must be none.
 
     Raises:
         CheckpointConflictError: If another job has claimed the run meanwhile.
         ConfigError: If the store ignores conditions.
         StoreError: If the store refuses or stays unreachable.
     """
-    document = {
-        "job": job,
-        "continues": [*continues.items()],
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "began": time.time(),
-    }
-    content = memoryview(json.dumps(document).encode())
     store, retrier = run.store, run.retrier
     trial = run.root.key(trial_name(random_suffix()))
     version: str | None = None
@@ -88,41 +80,35 @@ def _write_claim(run: Run, job: str, continues: Mapping[str, int], seen: Owner |
         if (now and now.version) != (seen and seen.version):
             raise _taken(run, now)
     try:
-        made = put_whole(store, run.root.key(CLAIM), content, retrier, if_version=version)
+        key, data = run.root.key(CLAIM), memoryview(json.dumps(document).encode())
+        return put_whole(store, key, data, retrier, if_version=version).version
     except (PreconditionFailedError, ObjectNotFoundError) as error:
         raise _taken(run, run.owner()) from error
-    return Owner(made.version, job)
-
-
-def _check(run: Run, claim: Owner) -> None:
-    """Checks that this claim of the run is still the current one.
-
-    Raises:
-        CheckpointConflictError: If another job has claimed the run, or the claim was deleted.
-        StoreError: If the store refuses or stays unreachable.
-    """
-    with contextlib.suppress(ObjectNotFoundError):
-        now = run.retrier.call(lambda: run.store.head(run.root.key(CLAIM)))
-        if now.version == claim.version:
-            return
-    raise _taken(run, run.owner())
 
 
 def copy_claim(origin: Run, goal: Run) -> None:
     """Copies the claim of a run to its copy, so that both have the same line.
 
-    Does nothing if the source has no claim, or the target has one.
+    Does nothing if the source has no claim, or if a job has claimed the target itself. An earlier
+    copy of a claim is replaced: its line lacks the jobs that have claimed the source since.
 
     Raises:
         StoreError: If a store refuses or stays unreachable.
     """
-    with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError):
-        store, key = origin.store, origin.root.key(CLAIM)
-        data, _ = origin.retrier.call(lambda: store.get(key))
-        if goal.owner() is None:
-            only = only_if_new(goal.store, goal.config)
-            content, key = memoryview(data), goal.root.key(CLAIM)
-            put_whole(goal.store, key, content, goal.retrier, if_version=only)
+    ours, theirs = origin.owner(), goal.owner()
+    document = None if ours is None else {**ours.document, "copied": True}
+    if document is not None and (
+        theirs is None or ("copied" in theirs.document and theirs.document != document)
+    ):
+        try:
+            _put_claim(goal, document, theirs)
+        except (AccessDeniedError, CheckpointConflictError) as error:
+            logger.warning(
+                "%s: the claim of the copied run could not be written here, so the steps that jobs "
+                "have saved since an earlier copy count as abandoned: %s",
+                goal.root,
+                error,
+            )
 
 
 def _taken(run: Run, by: Owner | None) -> CheckpointConflictError:
@@ -186,9 +172,19 @@ class OwnLine(CommitHook):
         return self.run.owner()
 
     def check_claim(self) -> None:
-        """Waits for the answer to a claim in progress, checks the claim, calls the user's hook."""
+        """Waits for the answer to a claim in progress, checks the claim, calls the user's hook.
+
+        Raises:
+            CheckpointConflictError: If another job has claimed the run, or the claim was deleted.
+            CloudCheckpointError: If the claim has failed, or can't be read.
+        """
         if self._claim is not None:
-            _check(self.run, self._claim.result())
+            version, now = self._claim.result().version, None
+            with contextlib.suppress(ObjectNotFoundError):
+                key = self.run.root.key(CLAIM)
+                now = self.run.retrier.call(lambda: self.run.store.head(key).version)
+            if now != version:
+                raise _taken(self.run, self.run.owner())
         self._inner.check_claim()
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
@@ -217,35 +213,24 @@ class OwnLine(CommitHook):
         is_base = step is not None and self.run.config.incremental
         self.base = str(self.run.uri(step)) if step is not None and is_base else None
 
-    def for_save(self) -> Notes:
+    def claim(self, *, saves: bool = True) -> Notes:
         """Claims the run if it is not claimed yet or a new line begins, on all ranks together.
 
+        Args:
+            saves: Whether the job is about to save; if not, but to delete, the current line stays.
+
         Returns:
-            Notes that name the job and the jobs that it continues, to be completed by the save.
+            Notes that name the job and the jobs that it continues, to be completed by a save.
 
         Raises:
             CheckpointConflictError: If another job has claimed the run.
             CloudCheckpointError: If the run can't be claimed.
         """
-        self._claim_together(saves=True)
-        return Notes(job=self.claimed_by, continues=self._continues)
-
-    def for_deletion(self) -> None:
-        """Claims the run before a deletion if it is not claimed yet; keeps the current line.
-
-        Raises:
-            CheckpointConflictError: If another job has claimed the run.
-            CloudCheckpointError: If the run can't be claimed.
-        """
-        self._claim_together(saves=False)
-
-    def _claim_together(self, *, saves: bool) -> None:
-        """Claims the run on rank 0 if necessary, and passes the job's name on to all ranks."""
-        begins = saves and self._begins
-        if begins or not self._is_claimed:
+        if (saves and self._begins) or not self._is_claimed:
             claimed = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=saves))
             self.claimed_by, self._is_claimed = claimed
             self._begins = self._begins and not saves
+        return Notes(job=self.claimed_by, continues=self._continues)
 
     def explain(self, error: CloudCheckpointError) -> None:
         """Rewrites the message of a CheckpointExistsError if the job did not call ``restore()``.
@@ -293,12 +278,11 @@ class OwnLine(CommitHook):
 
     def _begin(self, saves: bool) -> Future[Owner]:
         """Begins to claim the run under a new job name, in a thread of its own."""
-        before, continues, made = self._claim, self._continues, Future[Owner]()
+        before, continues = self._claim, self._continues
         if not saves and not self.has_restored:  # a deletion keeps the current line
             line = self.run.history().line
             continues = line[max(line)].continued_at(max(line)) if line else {}
-        self._claim, self._is_late, self.claimed_by = made, False, random_suffix()
-        context, job = contextvars.copy_context(), self.claimed_by
+        self._is_late, self.claimed_by = False, (job := random_suffix())
 
         def claim() -> Owner:
             if saves and not self.has_restored:
@@ -312,20 +296,20 @@ class OwnLine(CommitHook):
             self._drawn.add(job)
             return self._claimed(job, continues, seen)
 
-        def run_it() -> None:
-            try:
-                made.set_result(context.run(claim))
-            except BaseException as error:  # noqa: BLE001 - raised where the claim is needed
-                made.set_exception(error)
-
-        # a daemon thread: a program that ends does not wait for an unanswered claim
-        threading.Thread(target=run_it, name="cloudckpt-claim", daemon=True).start()
-        return made
+        self._claim = Beginning(self.run.view, claim).future
+        return self._claim
 
     def _claimed(self, job: str, continues: Mapping[str, int], seen: Owner | None) -> Owner:
         """Claims the run, or keeps the existing claim if the store forbids to replace it."""
+        document = {
+            "job": job,
+            "continues": [*continues.items()],
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "began": time.time(),
+        }
         try:
-            return _write_claim(self.run, job, continues, seen)
+            return Owner(_put_claim(self.run, document, seen), job)
         except AccessDeniedError as error:
             with self._deciding:
                 if seen is None or self._is_late:

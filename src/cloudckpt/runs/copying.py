@@ -67,7 +67,8 @@ def copy(
     fails or is interrupted deletes the objects that it has written.
 
     Of a run, each folder with a committed checkpoint is copied to a folder of the same name. The
-    run's claim, which decides which steps are abandoned, is copied if the target has no claim.
+    run's claim, which decides which steps are abandoned, is copied, too, unless another training
+    has claimed the target.
     Uncommitted checkpoints and other files are not copied. A damaged checkpoint is skipped, and
     reported at the end. A checkpoint that is deleted during the copy, for example by the retention
     of a running job, is left out and logged. A checkpoint that the target already has, with equal
@@ -280,8 +281,8 @@ def _copies(origin: Run, goal: Run, step_name: str | None) -> list[_Copy]:
 
 
 def _is_run(folder: Run) -> bool:
-    """Returns whether subfolders have committed checkpoints; False if listing them is denied."""
+    """Returns whether a folder is a run, by its claim or its steps; False if access is denied."""
     try:
-        return any(summary.is_committed for summary in folder.summaries())
+        return folder.owner() is not None or any(one.is_committed for one in folder.summaries())
     except AccessDeniedError:  # credentials that allow only writes to the target
         return False

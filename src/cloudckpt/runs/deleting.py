@@ -101,8 +101,8 @@ def delete_at(
         what="objects of a deleted checkpoint",
     )
     with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError, CheckpointReplacedError):
-        again = retrier.call(partial(fetch, store, commit))
-        if gone is not None and _is_of_the_same_save(gone, trusted(again, store.uri(commit))):
+        again, name = retrier.call(partial(fetch, store, commit)), _attempt_of(gone)
+        if name and name == _attempt_of(trusted(again, store.uri(commit))):
             retrier.call(partial(store.delete, commit, if_version=again.info.version))
     _remove_empty(location, {location.prefix, *map(os.path.dirname, keys)})
 
@@ -148,9 +148,6 @@ def _remove_empty(location: CheckpointURI, folders: Iterable[str]) -> None:
             os.rmdir(folder)
 
 
-def _is_of_the_same_save(first: CommitObject, second: CommitObject | None) -> bool:
-    if second is None:
-        return False
-    if first.record is not None and second.record is not None:
-        return first.record.attempt == second.record.attempt
-    return bool(first.metadata.storage_data == second.metadata.storage_data)
+def _attempt_of(commit: CommitObject | None) -> str:
+    """Returns the random name of the save that wrote a commit object; empty if it has none."""
+    return "" if commit is None or commit.record is None else commit.record.attempt

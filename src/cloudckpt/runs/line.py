@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from cloudckpt.checkpoint.notes import Notes, continued_from
 from cloudckpt.errors import ObjectNotFoundError
@@ -52,12 +53,14 @@ class Owner:
         continues: For each earlier job that this job continues, the last step on the line; None if
             the claim does not contain it.
         process: Process and host of the job, for messages.
+        document: The content of the claim object; empty if it can't be parsed.
     """
 
     version: str
     job: str = ""
     continues: Mapping[str, int] | None = None
     process: str = "an unknown process"
+    document: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, store: ObjectStore, key: str, retrier: Retrier) -> Owner | None:
@@ -74,7 +77,7 @@ class Owner:
             claim = json.loads(bytes(data))
             continues = continued_from(claim["continues"]) if "continues" in claim else None
             process = f"process {int(claim['pid'])} on host {str(claim['host'])[:100]!r}"
-            return cls(info.version, str(claim["job"]), continues, process)
+            return cls(info.version, str(claim["job"]), continues, process, claim)
         except (ValueError, KeyError, TypeError, RecursionError):
             return cls(info.version)
 

@@ -17,7 +17,7 @@ from cloudckpt.checkpointer import CheckpointerConfig, ClosedAtExit, checked
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting, RankStatus, collective
 from cloudckpt.dcp.report import LoadReport
-from cloudckpt.errors import ClosedError, ConfigError, SaveInProgressError
+from cloudckpt.errors import ClosedError, ConfigError
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import OwnLine
 from cloudckpt.runs.preemption import Preemption
@@ -128,7 +128,7 @@ class CheckpointManager(ClosedAtExit):
         self._meeting = Meeting.of(given.process_group, given.no_dist)
         self._pid = os.getpid()
         self._closed = False
-        self._restored: int | None = None  # the restored step, until a warning about it was logged
+        self._has_warned = False  # whether it was logged that steps going back are not saved
 
         def prepare() -> tuple[Run, Retention, CheckpointerConfig]:
             self._schedule = Schedule(
@@ -324,14 +324,16 @@ class CheckpointManager(ClosedAtExit):
         step = check_step(step)
         self._check_writable()
         if not (self.should_save(step) or force):
-            if self._restored is not None and step < self._restored:
+            newest = self._saves.newest
+            if newest is not None and step < newest and not self._has_warned:
                 logger.warning(
-                    "%s is not saved: step %d was restored, and only later steps are saved. Begin "
-                    "the training loop at the step after the one that restore() returns",
+                    "%s is not saved: step %d was saved or restored before, and only later steps "
+                    "are saved. Number the steps through the whole training, and begin its loop "
+                    "at the step after the one that restore() returns",
                     self.uri(step),
-                    self._restored,
+                    newest,
                 )
-                self._restored = None
+                self._has_warned = True
             return False
         is_last = self._schedule.is_last(step, self._saves.newest)
         begun = self._saver.save(step, state, metrics, notes, force=force, is_last=is_last)
@@ -359,8 +361,9 @@ class CheckpointManager(ClosedAtExit):
     ) -> int | None:
         """Loads a checkpoint into ``state`` in place: by default the newest intact one of the run.
 
-        If a checkpoint is damaged, an error is logged, and the previous checkpoint is loaded; all
-        of ``state`` then comes from that checkpoint. All ranks load the same checkpoint.
+        Saves of this manager that are in progress end first. If a checkpoint is damaged, an error
+        is logged, and the previous checkpoint is loaded; all of ``state`` then comes from that
+        checkpoint. All ranks load the same checkpoint.
 
         A pending step, which a killed job had staged, is committed here if the saving processes of
         all its ranks have sent their data, and no other job has claimed the run since. If some of
@@ -405,9 +408,9 @@ class CheckpointManager(ClosedAtExit):
             uri, loaded_step = self._meeting.broadcast_from_first(lambda: checkpoint_in(run, step))
             load(uri, self._run.config)
             return loaded_step
+        self._saver.join()
 
         def go_on_from(step: int | None, notes: Notes | None) -> None:
-            self._restored = step
             self._saves.begin(step, "restored")
             self._line.go_on_from(step, notes)
 
@@ -442,7 +445,7 @@ class CheckpointManager(ClosedAtExit):
         step = check_step(step)
         self._check_open()
         self._check_writable()
-        self._line.for_deletion()
+        self._line.claim(saves=False)
         self._meeting.broadcast_from_first(lambda: self._pruner.delete(step))
 
     def wait_until_finished(self) -> None:
@@ -473,14 +476,10 @@ class CheckpointManager(ClosedAtExit):
             return
         self._closed = True
         self._schedule.ignore()
-        has_ended = True
         try:
             self._checkpointer.close()
-        except SaveInProgressError:
-            has_ended = False
-            raise
         finally:
-            self._pruner.close(wait=has_ended)
+            self._pruner.close(wait=self._saver.is_idle)
             self._schedule.close()
 
     @property

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from cloudckpt.background.save import SaveFuture
@@ -30,6 +29,7 @@ from cloudckpt.runs.claim import OwnLine
 from cloudckpt.runs.contents import inspect
 from cloudckpt.runs.deleting import delete_at
 from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
+from cloudckpt.runs.sweeping import clock_of
 from cloudckpt.uri import URILike
 
 __all__ = ["Pruner", "best_step", "delete_steps", "prune"]
@@ -228,16 +228,16 @@ def _log_damaged(run: Run, history: History) -> None:
 
 def _unneeded(run: Run, history: History, retention: Retention) -> list[int]:
     """Returns the steps on the line that no retention rule keeps, oldest first."""
-    metric, youngest = retention.best_metric, retention.keep_younger_than
-    steps = retention.unneeded(history.line, None if metric is None else history.scores(metric))
+    youngest = retention.keep_younger_than
+    steps = retention.unneeded(history.line, history.scores(retention.best_metric or ""))
     if youngest is None:
         return steps
-    view, old = run.view, []
+    view, old, clock = run.view, [], cache(partial(clock_of, run))
     commits = view.each(lambda step: find_commit(view.look, run.uri(step)), steps)
     for step, commit in zip(steps, commits, strict=True):
         if commit is not None and commit.modified is not None:
-            # only a disk's answers have no time: its clock is this machine's
-            now = commit.answered if commit.answered is not None else time.time()
+            # a disk's answers have no time, and its server may have another clock than this machine
+            now = commit.answered if commit.answered is not None else clock()
             if now - commit.modified >= youngest:
                 old.append(step)
     return old
@@ -313,8 +313,7 @@ class Pruner:
             self._log_new(history, keep_abandoned)
             unneeded = _unneeded(self._run, history, self._retention)
             unneeded += () if keep_abandoned else history.abandoned
-            check = self._line.check_claim
-            delete_steps(self._run, history, unneeded, check, in_use=self.in_use)
+            delete_steps(self._run, history, unneeded, self._line.check_claim, in_use=self.in_use)
         except CheckpointConflictError as error:
             if not self._has_logged_conflict:
                 logger.error("%s: old checkpoints are no longer deleted: %s", self._run.root, error)

@@ -22,7 +22,7 @@ from cloudckpt.errors import (
     ConfigError,
     IncompleteSaveError,
 )
-from cloudckpt.runs.adopting import adopt_pending
+from cloudckpt.runs.adopting import Adoption
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.verifying import verify as verify_checkpoint
 
@@ -111,7 +111,7 @@ def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
     try:
         summary = run.summary(run.names.name(step))
         if summary is not None and summary.is_pending:
-            adopt_pending(run.uri(step), run.config, until=until, hook=hook)
+            Adoption(run.uri(step), run.config, hook).carry_out(until)
     except (IncompleteSaveError, CheckpointCorruptError, AccessDeniedError) as error:
         logger.warning("step %d was left unfinished, and is skipped: %s", step, error)
 

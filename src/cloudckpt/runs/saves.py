@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import logging
@@ -300,6 +301,7 @@ class StepSaver:
             in_background: Whether a save returns once the state is staged.
         """
         self._saves, self._line, self._in_use = saves, line, in_use
+        self._last: SaveFuture | None = None  # of the last save in the background
         self._direct = make_sync_checkpointer(options)
         self.checkpointer: Checkpointer = self._direct
         if in_background:
@@ -337,7 +339,7 @@ class StepSaver:
         """
         save, line = self._saves.begin(step), self._line
         try:
-            of_job = line.for_save()
+            of_job = line.claim()
             # called by the save, which raises an invalid value's error on all ranks
             noted = functools.cache(partial(_make_notes, step, metrics, notes, of_job))
             if is_last:
@@ -360,7 +362,7 @@ class StepSaver:
                     self._saves.end(save, "dropped")
                     return None
                 else:
-                    save.number = written.number
+                    self._last, save.number = written, written.number
                     written.add_done_callback(partial(self._note_end, save, in_use.pop_all()))
             line.base = None
             return noted(), written
@@ -376,15 +378,21 @@ class StepSaver:
             self._saves.end(save, "dropped")
             raise
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no save is in progress."""
+        return self._last is None or self._last.done()
+
+    def join(self) -> None:
+        """Waits until no save is in progress; a later call reports a failure."""
+        concurrent.futures.wait([] if self._last is None else [self._last])
+
     def _end_earlier_saves(self) -> None:
         """Waits for all earlier saves before the final one, and only logs their failures."""
-        while True:
-            try:
-                self.checkpointer.wait()
-            except CloudCheckpointError as error:
-                logger.error("an earlier save failed; the final save continues: %s", error)
-            else:
-                return
+        try:
+            self.checkpointer.wait()
+        except CloudCheckpointError as error:
+            logger.error("an earlier save failed; the final save continues: %s", error)
 
     def _note_end(self, save: Save, in_use: contextlib.ExitStack, written: SaveFuture) -> None:
         """Records the outcome of a background save; runs in the thread that saved."""

@@ -172,16 +172,14 @@ class Retention:
         rules = (self.max_to_keep, self.best_to_keep, self.keep_younger_than)
         return all(rule is None for rule in rules)
 
-    def unneeded(
-        self, committed: Collection[int], scores: Mapping[int, float] | None = None
-    ) -> list[int]:
+    def unneeded(self, committed: Collection[int], scores: Mapping[int, float]) -> list[int]:
         """Returns the steps that the rules by number and score do not keep, oldest first.
 
         The caller has to keep those younger than ``keep_younger_than``.
 
         Args:
             committed: The committed steps.
-            scores: The scores of the steps that have one.
+            scores: The scores of the steps that have one, if there is a ``best_metric``.
         """
         if self.keeps_all or not committed:
             return []
@@ -191,7 +189,6 @@ class Retention:
             newest, best = 1, self.max_to_keep
         kept = {*newest_first[:newest]}
         if best is not None:
-            scores = scores or {}
             kept.update(step for step in committed if step not in scores)
             kept.update(
                 self.ranked({step: scores[step] for step in committed if step in scores})[:best]

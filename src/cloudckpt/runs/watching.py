@@ -97,7 +97,7 @@ class Watch:
         run = self.run.through(view)
         steps = run.steps(warns=is_first)
         if self._start == "latest":
-            self._start = run.newest(steps) or 0
+            self._start = run.newest() or 0
         owner, before = run.owner(), self._claim
         self._claim = None if owner is None else owner.version
         has_changed = self._claim != before  # other steps may be abandoned now
