@@ -138,7 +138,7 @@ class Content:
             inner = {name: self._saved(value.value, (*path, name))}
             self._own.append(_Own(path, value, inner))
             return inner
-        if _is_stateful(value):
+        if path not in self._states and _is_stateful(value):  # its state may be itself
             try:
                 state = self._states[path] = value.state_dict()
             except Exception as exc:
@@ -196,7 +196,7 @@ class Content:
             self._take(given, loaded if isinstance(loaded, Mapping) else {}, path)
             return given
         if path in self._states and _is_stateful(given):
-            _fill(given, self._put(self._states[path], loaded, path), ".".join(map(str, path)))
+            _fill(given, self._put(self._states.pop(path), loaded, path), ".".join(map(str, path)))
             return given
         if not self._is_rebuilt.get(id(given)) or not isinstance(loaded, (Mapping, list)):
             return loaded

@@ -75,7 +75,7 @@ def load_together(
     retry_if_replaced(load.run)
 
     def fill() -> LoadReport:
-        report = load.reported()
+        report, given = load.reported(), list(state_dict.items())
         try:
             loaded = load.content.put(load.state_dict)
         except Exception as error:
@@ -83,7 +83,7 @@ def load_together(
                 what = "the loaded values could not be put into the state dict"
                 logger.error("%s: rank %d: %s: %s", report.uri, meeting.rank, what, text_of(error))
             raise
-        for key, value in list(state_dict.items()):
+        for key, value in given:
             if loaded[str(key)] is not value:
                 state_dict[key] = loaded[str(key)]
         return report
