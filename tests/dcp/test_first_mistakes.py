@@ -1,6 +1,7 @@
 """What people do first, and what they are told to write instead."""
 
 from collections import UserDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,6 +148,9 @@ _INTO = {
     "torch": lambda place: dcp.save(_STATE, storage_writer=place.writer()),
     "async": lambda place: cloudckpt.async_save(_STATE, checkpoint_id=place.uri).result(60),
     "hf": lambda place: cloudckpt.hf.save(_STATE, place.uri, config=place.config),
+    "export": lambda place: cloudckpt.hf.export_checkpoint(
+        next(Path(place.path).glob("*-1*")), place.uri, config=place.config
+    ),
 }
 
 

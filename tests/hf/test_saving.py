@@ -73,23 +73,18 @@ def _save_spread(place, layout, **options):
     cloudckpt.hf.save(state, place.uri, config=place.config, **options)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name].world > 1])
-def test_ranks_write_the_files_together(ranks, local, layout: str) -> None:
-    place = local.having(part_size=5 * 1024**2)
-    ranks(
-        LAYOUTS[layout].world, functools.partial(_save_spread, max_shard_size="25MB"), place, layout
-    )
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [*(("local", one) for one in LAYOUTS if LAYOUTS[one].world > 1),
+     ("s3", "2x2 blocks"), ("s3", "3 rows")],
+)  # fmt: skip
+def test_ranks_write_the_files_together(ranks, places, kind: str, layout: str) -> None:
+    place = places(kind).having(part_size=5 * 1024**2)
+    save = functools.partial(_save_spread, max_shard_size="25MB")
+    ranks(LAYOUTS[layout].world, save, place, layout)
     tensors, names = _files(place)
     _assert_same(tensors, _large())
     assert names == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
-    assert not place.unfinished()
-
-
-@pytest.mark.parametrize("layout", ["2x2 blocks", "3 rows"])
-def test_ranks_write_parts_to_s3(ranks, s3, layout: str) -> None:
-    place = s3.having(part_size=5 * 1024**2)
-    ranks(LAYOUTS[layout].world, _save_spread, place, layout)
-    _assert_same(_files(place)[0], _large())
     assert not place.unfinished()
 
 

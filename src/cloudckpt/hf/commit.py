@@ -44,7 +44,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from cloudckpt.checkpoint.baseline import Baseline, conflict
+from cloudckpt.checkpoint.baseline import Baseline, conflict, refuse_run
 from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checkpoint.objects import trial_name
 from cloudckpt.config import Config
@@ -340,6 +340,7 @@ def find_older_model(view: View) -> dict[str, ObjectInfo]:
     Other files, such as adapters, are not listed.
 
     Raises:
+        ConfigError: If there is none, and the location is the folder of a run.
         StoreError: If the store refuses or stays unreachable.
     """
     uri = view.location
@@ -355,6 +356,8 @@ def find_older_model(view: View) -> dict[str, ObjectInfo]:
             if not _is_usual(name):
                 with contextlib.suppress(ObjectNotFoundError):
                     files[name] = view.look(uri.key(name))
+    if not files:
+        refuse_run(view)
     return files
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from cloudckpt.api import ToSave, save_prepared
-from cloudckpt.checkpoint.baseline import Beginning, refuse_run
+from cloudckpt.checkpoint.baseline import Beginning
 from cloudckpt.checkpoint.objects import natural_order
 from cloudckpt.checkpoint.shard import check_supported
 from cloudckpt.config import Config, config_or_default
@@ -195,13 +195,7 @@ class SafetensorsWriter(OurWriter):
     def begin(self, *, commits: bool) -> None:
         if commits and self._there is None:
             view = View(self.uri, self.config)
-
-            def ask() -> dict[str, ObjectInfo]:
-                if not (found := find_older_model(view)):
-                    refuse_run(view)
-                return found
-
-            self._there = Beginning(view, ask)
+            self._there = Beginning(view, lambda: find_older_model(view))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         check_together(kwargs.get("use_collectives", True), str(self.uri))
