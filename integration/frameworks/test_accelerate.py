@@ -73,6 +73,29 @@ def accelerator(environment: dict[str, str]) -> Accelerator:
     return made
 
 
+def test_an_optimizer_is_saved_with_the_models_that_have_its_parameters(
+    accelerator: Accelerator, run: str
+) -> None:
+    first, second = accelerator._models[0], torch.nn.Linear(3, 3)
+    of_second = torch.optim.SGD(second.parameters(), 0.1, momentum=0.9)
+    of_both = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1, momentum=0.9)
+    second, *optimizers = accelerator.prepare(second, of_second, of_both)
+    (first(torch.ones(1, 2)).sum() + second(torch.ones(1, 3)).sum()).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    expected = repr([optimizer.state_dict() for optimizer in optimizers])
+    save_state(accelerator, f"{run}/step-1")
+    for optimizer in optimizers:
+        optimizer.step()
+    load_state(accelerator, f"{run}/step-1")
+    assert repr([optimizer.state_dict() for optimizer in optimizers]) == expected
+
+    other = torch.nn.Linear(1, 1)
+    accelerator.prepare(torch.optim.SGD(other.parameters(), 0.1))
+    with pytest.raises(cloudckpt.errors.ConfigError, match="optimizer 2 has parameters of a model"):
+        save_state(accelerator, f"{run}/step-2")
+
+
 class _Branches(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

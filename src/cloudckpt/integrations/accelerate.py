@@ -29,7 +29,7 @@ import torch
 from cloudckpt.config import Config
 from cloudckpt.dcp.content import PerRank, per_rank
 from cloudckpt.dcp.install import chosen_config
-from cloudckpt.dcp.meeting import LOADING, Meeting
+from cloudckpt.dcp.meeting import LOADING, Meeting, collective
 from cloudckpt.errors import ConfigError, MissingDependencyError, MissingKeyError
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
@@ -67,6 +67,7 @@ _saves: weakref.WeakKeyDictionary[Any, Saves] = weakref.WeakKeyDictionary()
 """The saves of each accelerator."""
 
 
+@collective("save_state")
 def save_state(
     accelerator: Any,
     uri: URILike,
@@ -90,8 +91,8 @@ def save_state(
 
     Raises:
         ConfigError: If DeepSpeed or Megatron-LM, which write files of their own, hold the state; if
-            there are more optimizers than models; or if ``max_to_keep`` is given and ``uri`` does
-            not end in a folder named ``step-<step>``.
+            an optimizer has parameters of models that were not prepared; or if ``max_to_keep`` is
+            given and ``uri`` does not end in a folder named ``step-<step>``.
         CloudCheckpointError: The errors of :func:`cloudckpt.save`.
     """
     location, config = CheckpointURI.parse(uri), config or chosen_config() or Config()
@@ -104,15 +105,15 @@ def save_state(
         )
     meeting, saves = Meeting.of(None, False), _saves_of(accelerator, config)
     with contextlib.ExitStack() as stack:
-        folder = _own_folder(meeting, stack)
 
-        def collect() -> dict[str, Any]:
+        def collect() -> tuple[dict[str, Any], str]:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-"))
             state = _parts(accelerator, str(location)).state_dicts()
             taken = _call_hooks(accelerator, state, folder)
             _write_small_files(accelerator, folder)
-            return {name: value for name, value in state.items() if name not in taken}
+            return {name: value for name, value in state.items() if name not in taken}, folder
 
-        state = meeting.begin(collect)
+        state, folder = meeting.begin(collect)
         files, own = map_files_of_ranks(folder, meeting)
         state |= {OF_RANKS: per_rank(pickle_values(own))} | ({_FILES: files} if files else {})
         saves.save(state, str(location))
@@ -120,6 +121,7 @@ def save_state(
         saves.prune_run(Run(location.parent, config=config), retention)
 
 
+@collective("load_state")
 def load_state(accelerator: Any, uri: URILike, *, config: Config | None = None) -> None:
     """Loads all prepared and registered objects of an accelerator, on any number of ranks.
 
@@ -134,8 +136,8 @@ def load_state(accelerator: Any, uri: URILike, *, config: Config | None = None) 
 
     Raises:
         MissingKeyError: If the checkpoint lacks a prepared or registered object.
-        ConfigError: If DeepSpeed or Megatron-LM hold the state, or if there are more optimizers
-            than models.
+        ConfigError: If DeepSpeed or Megatron-LM hold the state, or if an optimizer has parameters
+            of models that were not prepared.
         CloudCheckpointError: The errors of :func:`cloudckpt.load`.
     """
     location, config = str(CheckpointURI.parse(uri)), config or chosen_config() or Config()
@@ -147,18 +149,18 @@ def load_state(accelerator: Any, uri: URILike, *, config: Config | None = None) 
     saved_names = {name.partition(".")[0] for name in sizes}
     below = f"{_FILES}."
     with contextlib.ExitStack() as stack:
-        folder = _own_folder(meeting, stack)
 
-        def prepare() -> tuple[Parts, dict[str, torch.Tensor]]:
+        def prepare() -> tuple[Parts, dict[str, torch.Tensor], str]:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-"))
             rooms = {
                 (name := item.removeprefix(below)): map_new_file(folder, name, nbytes, location)
                 for item, nbytes in sizes.items()
                 if item.startswith(below)
             }
             # with hooks, models that are not in the checkpoint are loaded by the hooks
-            return _parts(accelerator, location, saved_names if hooks else None), rooms
+            return _parts(accelerator, location, saved_names if hooks else None), rooms, folder
 
-        parts, rooms = meeting.begin(prepare)
+        parts, rooms, folder = meeting.begin(prepare)
         own: PerRank[Any] = per_rank(None)
         parts.load(location, config, others={_FILES: rooms, OF_RANKS: own})
 
@@ -185,10 +187,9 @@ def load_state(accelerator: Any, uri: URILike, *, config: Config | None = None) 
 
 def _saves_of(accelerator: Any, config: Config) -> Saves:
     """Returns the :class:`Saves` of an accelerator, which use the options of this call."""
-    if accelerator not in _saves:
-        _saves[accelerator] = Saves(config)
-    _saves[accelerator].configure(config)
-    return _saves[accelerator]
+    saves = _saves.setdefault(accelerator, Saves(config))
+    saves.configure(config)
+    return saves
 
 
 def _call_hooks(accelerator: Any, state: dict[str, Any], folder: str) -> set[str]:
@@ -254,7 +255,8 @@ def _parts(accelerator: Any, uri: str, only: set[str] | None = None) -> Parts:
     """Returns the accelerator's models and optimizers; with ``only``, the models of these names.
 
     Raises:
-        ConfigError: If DeepSpeed or Megatron-LM hold them, or optimizers outnumber models.
+        ConfigError: If DeepSpeed or Megatron-LM hold them, or an optimizer has parameters of other
+            models.
     """
     if accelerator.distributed_type.value in _OWN_FORMATS:
         raise ConfigError(
@@ -262,28 +264,23 @@ def _parts(accelerator: Any, uri: str, only: set[str] | None = None) -> Parts:
             "the accelerator's own save_state and load_state with a local folder",
             uri=uri,
         )
-    models, optimizers = accelerator._models, accelerator._optimizers
-    if len(optimizers) > len(models):
-        raise ConfigError(
-            f"there are {len(optimizers)} optimizers but {len(models)} models: prepare one "
-            "model for each optimizer, in the same order",
-            uri=uri,
-        )
+    models = accelerator._models
     named = {f"model_{index}": model for index, model in enumerate(models)}
-    pairs = zip(models, optimizers, strict=False)
+    optimizers = {}
+    for index, prepared in enumerate(accelerator._optimizers):
+        own = {id(one) for group in prepared.param_groups for one in group["params"]}
+        parameters = [(model, {id(one) for one in model.parameters()}) for model in models]
+        of = [model for model, there in parameters if own & there]
+        if not own <= set().union(*(there for _, there in parameters)):
+            raise ConfigError(
+                f"optimizer {index} has parameters of a model that was not prepared: prepare the "
+                "models with their optimizers",
+                uri=uri,
+            )
+        module = of[0] if len(of) == 1 else torch.nn.ModuleList(of)
+        optimizers[f"optimizer_{index}"] = (module, prepared.optimizer)
     return Parts(
-        {name: model for name, model in named.items() if only is None or name in only},
-        {
-            f"optimizer_{index}": (model, optimizer.optimizer)
-            for index, (model, optimizer) in enumerate(pairs)
-        },
-    )
-
-
-def _own_folder(meeting: Meeting, stack: contextlib.ExitStack) -> str:
-    """Makes a temporary folder for this rank, deleted when ``stack`` ends; a collective call."""
-    return meeting.begin(
-        lambda: stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-"))
+        {name: model for name, model in named.items() if only is None or name in only}, optimizers
     )
 
 
@@ -297,7 +294,7 @@ def _write_files_of_rank(own: PerRank[Any], folder: str, uri: str, rank: int) ->
             rank,
         )
         return
-    for name, content in unpickle_values(own.value).items():
+    for name, content in unpickle_values(own.value, OF_RANKS, uri).items():
         map_new_file(folder, name, content.nbytes, uri).copy_(content)
 
 
