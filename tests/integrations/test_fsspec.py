@@ -58,14 +58,10 @@ def test_a_run_is_listed_by_folders_and_files(files, run, s3):
 
 
 def test_folders_files_and_nothing_are_told_apart(files, run):
-    assert (files.exists(run), files.isdir(run), files.isfile(run)) == (True, True, False)
-    metadata = f"{run}/step-1/.metadata"
-    assert (files.exists(metadata), files.isdir(metadata), files.isfile(metadata)) == (
-        True,
-        False,
-        True,
-    )
-    assert not files.exists(f"{run}/step")
+    looks = (files.exists, files.isdir, files.isfile)
+    assert [look(run) for look in looks] == [True, True, False]
+    assert [look(f"{run}/step-1/.metadata") for look in looks] == [True, False, True]
+    assert not any(look(f"{run}/step") for look in looks)
     assert files.isdir(run.rpartition("/")[0].rpartition("/")[0])  # the bucket
 
 

@@ -1,3 +1,4 @@
+import os
 import random
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from cloudckpt import Config, api
 from cloudckpt.checkpoint.torch_private import groups_joined
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.errors import AccessDeniedError
+from cloudckpt.errors import AccessDeniedError, UntrustedPickleError
+from cloudckpt.integrations.lightning_state import FabricOnStores, PluginOnStores
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
     Parts,
@@ -109,30 +111,57 @@ def test_random_generators_go_on_as_they_were() -> None:
     def drawn() -> list[float]:
         return [random.random(), torch.rand(1).item(), numpy.random.rand()]
 
-    state = unpickle_values(pickle_values(random_state()))
+    state = unpickle_values(pickle_values(random_state()), "", "")
     expected = drawn()
     assert drawn() != expected
     set_random_state(state)
     assert drawn() == expected
 
 
-def _map_shared_files(folder: Path) -> None:
-    mapped, from_file = [], torch.from_file
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            torch,
-            "from_file",
-            lambda path, **options: mapped.append(path) or from_file(path, **options),
-        )
-        files = map_files(str(folder), Meeting.of(None, False))
-    assert [*files] == ["a" if dist.get_rank() == 0 else "b"]
-    assert mapped == [str(folder / name) for name in files]
+class _Strategy(FabricOnStores):
+    """One of Fabric, of which only the rank is needed."""
+
+    is_global_zero = property(lambda self: dist.get_rank() == 0)
+
+
+def _save_what_pickle_refuses(folder: Path) -> None:
+    state = {"model": torch.nn.Linear(1, 1), "rule": lambda: None}  # the first rank pickles it
+    _Strategy().save_checkpoint(f"file://{folder}/step-1", state)
+
+
+def test_a_value_that_one_rank_cannot_pickle_is_told_to_all(ranks, tmp_path) -> None:
+    errors = ranks.errors(2, _save_what_pickle_refuses, tmp_path)
+    assert ["rule" in str(error) or "lambda" in str(error) for error in errors] == [True, True]
+
+
+def test_a_plugin_loads_the_values_that_a_load_of_cloudckpt_accepts(tmp_path) -> None:
+    plugin, values = PluginOnStores(), {"best": numpy.float32(0.5), "folder": tmp_path}
+    plugin.save_checkpoint(values, f"file://{tmp_path}/step-1")
+    assert plugin.load_checkpoint(f"file://{tmp_path}/step-1") == values
+    plugin.save_checkpoint({"rule": torch.nn.ReLU}, uri := f"file://{tmp_path}/step-2")
+    with pytest.raises(UntrustedPickleError, match="weights_only=False"):
+        plugin.load_checkpoint(uri)
+    assert plugin.load_checkpoint(uri, weights_only=False) == {"rule": torch.nn.ReLU}
+
+
+def _map_files(folders: list[Path]) -> dict[str, str]:
+    files = map_files(str(folders[dist.get_rank()]), Meeting.of(None, False))
+    return {name: bytes(content.tolist()).decode() for name, content in files.items()}
 
 
 def test_each_rank_maps_its_share_of_the_files_of_a_folder(ranks, tmp_path) -> None:
     for name in "ab":
         (tmp_path / name).write_text(name)
-    ranks(2, _map_shared_files, tmp_path)
+    assert ranks(2, _map_files, [tmp_path] * 2) == [{"a": "a"}, {"b": "b"}]
+
+
+def test_a_file_that_a_machine_has_from_before_is_not_saved(ranks, tmp_path) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "model").write_text("old" if rank == 0 else "new")
+        os.utime(folder / "model", (rank, rank))
+    assert ranks(2, _map_files, folders) == [{}, {"model": "new"}]
 
 
 def _write_files(folder: Path) -> None:

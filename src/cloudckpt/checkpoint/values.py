@@ -94,8 +94,8 @@ def untrusted(
     problem = "it is damaged, or needs" if named is None else "it needs"
     return UntrustedPickleError(
         f"{what} can't be loaded: {problem} code that is not on torch's allow-list. If you "
-        "trust everyone who can write to this location, pass trust_pickle=True, or allow the "
-        "class by torch.serialization.add_safe_globals([...])",
+        "trust everyone who can write to this location, pass trust_pickle=True (in Lightning "
+        "weights_only=False), or allow the class by torch.serialization.add_safe_globals([...])",
         uri=uri,
         item=item,
         cause=f"{named[1]} is not allowed" if named else text.partition("\n")[0],

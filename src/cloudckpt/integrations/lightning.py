@@ -112,9 +112,6 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
     def setup(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Sets up the callback as Lightning does; an error on the first rank is raised on all."""
-        if self._root is None:
-            super().setup(trainer, *args, **kwargs)
-            return
         setup = super().setup
         Meeting.of(None, False).begin(lambda: setup(trainer, *args, **kwargs))
 

@@ -12,7 +12,7 @@ import functools
 import io
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.dcp.content import PerRank, per_rank
 from cloudckpt.dcp.install import chosen_config
+from cloudckpt.dcp.meeting import Meeting, collective
 from cloudckpt.errors import ConfigError, MissingKeyError
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
@@ -47,43 +48,74 @@ _VALUES = "other_values"
 class _OnStores:
     """The common part of the mix-ins: options, saves and deletions."""
 
-    config: Config | None = None
     _asynchronous = False
     _is_alone = False
 
     def __init__(self, *args: Any, config: Config | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if config is not None:
-            self.config = config
+        self._given = config
 
     @property
     def _config(self) -> Config:
         """The options given to this object, or else those given to ``install``."""
-        return self.config or chosen_config() or Config()
+        return self._given or chosen_config() or Config()
 
     @functools.cached_property
     def _saves(self) -> Saves:
         """The :class:`Saves` of this job, made at first use: the ranks are connected by then."""
         return Saves(self._config, asynchronous=self._asynchronous, no_dist=self._is_alone)
 
+    def _uri(self, path: str | os.PathLike[str]) -> str | None:
+        """Returns the URI that the first rank was given; None if that is a local path."""
+        return uri_of(Meeting.of(None, self._is_alone).from_first(path))
+
     def _save(
         self,
-        state: dict[str, Any],
+        collect: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
         uri: str,
         storage_options: object,
         step: int | None = None,
     ) -> None:
-        """Saves a state dict to a URI, or begins to save it in the background.
+        """Saves a checkpoint to a URI, or begins to save it in the background.
+
+        Args:
+            collect: Returns this rank's part of the state, and the other values of the checkpoint,
+                which the first rank pickles.
+            uri: The location.
+            storage_options: Lightning's argument.
+            step: The training's step, if the location does not name it.
 
         Raises:
-            ConfigError: If ``storage_options`` were given.
-            CloudCheckpointError: The errors of :func:`cloudckpt.save`.
+            ConfigError: If ``storage_options`` were given, or the strategy gathers the state on one
+                rank.
+            CloudCheckpointError: The error of ``collect``, on all ranks; or the errors of
+                :func:`cloudckpt.save`.
         """
-        if storage_options is not None:
-            raise ConfigError(
-                "cloudckpt takes no storage_options=: give config= to the strategy or plugin",
-                uri=uri,
-            )
+
+        def prepare() -> dict[str, Any]:
+            if storage_options is not None:
+                raise ConfigError(
+                    "cloudckpt takes no storage_options=: give config= to the strategy or plugin",
+                    uri=uri,
+                )
+            if not getattr(self, "_save_distributed_checkpoint", True):
+                raise ConfigError(
+                    "saves to URIs are sharded, but save_distributed_checkpoint=False gathers the "
+                    "state on one rank: leave the option out; any number of ranks can load shards",
+                    uri=uri,
+                )
+            if getattr(self, "_state_dict_type", "sharded") != "sharded":
+                raise ConfigError(
+                    "FSDP saves to URIs only with state_dict_type='sharded': pass that to the "
+                    "strategy",
+                    uri=uri,
+                )
+            parts, values = collect()
+            is_first = getattr(self, "is_global_zero", True)
+            return {**parts, _VALUES: pickle_values(values)} if is_first else parts
+
+        # the ranks meet, as the first one may fail alone, when it pickles
+        state = Meeting.of(None, self._is_alone).begin(prepare)
         self._saves.save(state, uri, step=step)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -109,43 +141,14 @@ class _OnStores:
         super().teardown()  # type: ignore[misc]
 
 
-class _StrategyOnStores(_OnStores):
-    """The common part of the mix-ins for strategies of Fabric and the Trainer."""
-
-    def _uri(self, path: str | os.PathLike[str]) -> str | None:
-        """Returns the URI that the first rank was given; None if that is a local path."""
-        return uri_of(self.broadcast(path))  # type: ignore[attr-defined]
-
-    def _check_sharded(self, uri: str) -> None:
-        """Checks that the strategy saves shards, and does not gather the state on one rank.
-
-        Raises:
-            ConfigError: If it gathers the state.
-        """
-        if not getattr(self, "_save_distributed_checkpoint", True):
-            raise ConfigError(
-                "saves to URIs are sharded, but save_distributed_checkpoint=False gathers the "
-                "state on one rank: leave the option out; any number of ranks can load shards",
-                uri=uri,
-            )
-        if getattr(self, "_state_dict_type", "sharded") != "sharded":
-            raise ConfigError(
-                "FSDP saves to URIs only with state_dict_type='sharded': pass that to the strategy",
-                uri=uri,
-            )
-
-    def _with_values(self, parts: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """Adds the other values of a checkpoint, pickled, to the state of the first rank."""
-        return {**parts, _VALUES: pickle_values(values)} if self.is_global_zero else parts  # type: ignore[attr-defined]
-
-
-class FabricOnStores(_StrategyOnStores):
+class FabricOnStores(_OnStores):
     """Mix-in by which Fabric's strategies save to URIs, each rank its shards, in one commit.
 
     Dataloaders in the state, and values marked by :func:`cloudckpt.per_rank`, are saved for each
     rank, and loaded by the same rank.
     """
 
+    @collective("Fabric.save")
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -164,17 +167,21 @@ class FabricOnStores(_StrategyOnStores):
         if uri is None:
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
             return
-        self._check_sharded(uri)
-        if filter is not None:
-            raise ConfigError("filter= works with local paths only: leave it out", uri=uri)
-        parts = _parts(state, uri).state_dicts() | entries_of_rank(state)
-        values = {
-            key: value.state_dict() if hasattr(value, "state_dict") else value
-            for key, value in state.items()
-            if key not in parts
-        }
-        self._save(self._with_values(parts, values), uri, storage_options)
 
+        def collect() -> tuple[dict[str, Any], dict[str, Any]]:
+            if filter is not None:
+                raise ConfigError("filter= works with local paths only: leave it out", uri=uri)
+            parts = _parts(state, uri).state_dicts() | entries_of_rank(state)
+            values = {
+                key: value.state_dict() if hasattr(value, "state_dict") else value
+                for key, value in state.items()
+                if key not in parts
+            }
+            return parts, values
+
+        self._save(collect, uri, storage_options)
+
+    @collective("Fabric.load")
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -211,7 +218,7 @@ class FabricOnStores(_StrategyOnStores):
             strict=strict,
             trust_pickle=weights_only is False,
         )
-        values = _values_in(loaded, weights_only)
+        values = _values_in(loaded, uri, weights_only)
         for key, value in state.items():
             if isinstance(value, (Module, Optimizer)) or key in loaded:
                 continue
@@ -232,7 +239,7 @@ class FabricOnStores(_StrategyOnStores):
         return values
 
 
-class TrainerOnStores(_StrategyOnStores):
+class TrainerOnStores(_OnStores):
     """Mix-in by which the Trainer's strategies save to URIs, each rank its shards, in one commit.
 
     Each rank also saves the states of its random generators, and of its stateful dataloaders.
@@ -254,6 +261,7 @@ class TrainerOnStores(_StrategyOnStores):
         super().__init__(*args, config=config, **kwargs)
         self._asynchronous = asynchronous
 
+    @collective("Trainer.save_checkpoint")
     def save_checkpoint(
         self,
         checkpoint: dict[str, Any],
@@ -270,17 +278,21 @@ class TrainerOnStores(_StrategyOnStores):
         if uri is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
-        self._check_sharded(uri)
         values = dict(checkpoint)
-        parts = {"state_dict": values.pop("state_dict")}
-        if "optimizer_states" in values:  # missing if the Trainer saves weights only
-            del values["optimizer_states"]
-            parts |= Parts({}, self._named_optimizers()).state_dicts()
-            own = {"random": random_state(), "loaders": _fit_loop(values).get("combined_loader")}
-            parts[OF_RANKS] = per_rank(pickle_values(own))
-        step = values.get("global_step")
-        self._save(self._with_values(parts, values), uri, storage_options, step)
 
+        def collect() -> tuple[dict[str, Any], dict[str, Any]]:
+            parts = {"state_dict": values.pop("state_dict")}
+            if "optimizer_states" in values:  # missing if the Trainer saves weights only
+                del values["optimizer_states"]
+                parts |= Parts({}, self._named_optimizers()).state_dicts()
+                loaders = _fit_loop(values).get("combined_loader")
+                own = {"random": random_state(), "loaders": loaders}
+                parts[OF_RANKS] = per_rank(pickle_values(own))
+            return parts, values
+
+        self._save(collect, uri, storage_options, values.get("global_step"))
+
+    @collective("Trainer.fit")
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
@@ -317,9 +329,9 @@ class TrainerOnStores(_StrategyOnStores):
             strict=module.strict_loading,
             trust_pickle=weights_only is False,
         )
-        values = _values_in(loaded, weights_only)
+        values = _values_in(loaded, uri, weights_only)
         if own.is_loaded:
-            saved = unpickle_values(own.value)
+            saved = unpickle_values(own.value, OF_RANKS, uri, weights_only)
             set_random_state(saved["random"])
             if saved["loaders"] is not None:
                 _fit_loop(values)["combined_loader"] = saved["loaders"]
@@ -381,14 +393,16 @@ class PluginOnStores(_OnStores):
         Raises:
             CloudCheckpointError: The errors of :func:`cloudckpt.save`.
         """
-        uri = uri_of(path)
+        uri = self._uri(path)
         if uri is None:
             super().save_checkpoint(checkpoint, path, storage_options)  # type: ignore[misc]
             return
-        trees = {key: value for key, value in checkpoint.items() if _is_of_tensors(value)}
-        values = {key: value for key, value in checkpoint.items() if key not in trees}
-        step = values.get("global_step")
-        self._save({**trees, _VALUES: pickle_values(values)}, uri, storage_options, step)
+
+        def collect() -> tuple[dict[str, Any], dict[str, Any]]:
+            trees = {key: value for key, value in checkpoint.items() if _is_of_tensors(value)}
+            return trees, {key: value for key, value in checkpoint.items() if key not in trees}
+
+        self._save(collect, uri, storage_options, checkpoint.get("global_step"))
 
     def load_checkpoint(
         self,
@@ -406,7 +420,7 @@ class PluginOnStores(_OnStores):
         Raises:
             CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
-        uri = uri_of(path)
+        uri = self._uri(path)
         if uri is None:
             more = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.6
             if map_location != "cpu":
@@ -419,14 +433,14 @@ class PluginOnStores(_OnStores):
         with make_sync_checkpointer(options) as checkpointer:
             loaded = checkpointer.load(uri)
         self._saves.resumed(uri)
-        values = _values_in(loaded, weights_only)
+        values = _values_in(loaded, uri, weights_only)
         return {**loaded, **values}
 
 
-def _values_in(loaded: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
+def _values_in(loaded: dict[str, Any], uri: str, weights_only: bool | None) -> dict[str, Any]:
     """Removes the pickled values from a loaded state, and returns them; empty if there are none."""
     buffer = loaded.pop(_VALUES, None)
-    return {} if buffer is None else unpickle_values(buffer, weights_only)
+    return {} if buffer is None else unpickle_values(buffer, _VALUES, uri, weights_only)
 
 
 def _fit_loop(values: Mapping[str, Any]) -> dict[str, Any]:

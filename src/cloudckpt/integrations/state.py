@@ -20,7 +20,7 @@ import contextlib
 import io
 import os
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -36,6 +36,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from cloudckpt.checkpoint.values import load_item
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.checksum import CRC32C
 from cloudckpt.config import Config
@@ -266,10 +267,21 @@ def pickle_values(values: Mapping[str, Any]) -> io.BytesIO:
     return buffer
 
 
-def unpickle_values(buffer: io.BytesIO, weights_only: bool | None = None) -> dict[str, Any]:
-    """Loads what :func:`pickle_values` has pickled; ``weights_only=False`` trusts any pickle."""
-    buffer.seek(0)
-    return dict(torch.load(buffer, map_location="cpu", weights_only=weights_only is not False))
+def unpickle_values(
+    buffer: io.BytesIO, item: str, uri: str, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Loads what :func:`pickle_values` has pickled, with the same limits as :func:`cloudckpt.load`.
+
+    Args:
+        buffer: The pickled values.
+        item: The name of the item, for messages.
+        uri: The location of the checkpoint, for messages.
+        weights_only: If False, the pickle may run any code.
+
+    Raises:
+        UntrustedPickleError: If the values need code that is not on the allow-list.
+    """
+    return dict(load_item(buffer.getvalue(), item, uri, trust=weights_only is False))
 
 
 def _device() -> Any:
@@ -285,9 +297,9 @@ def _device() -> Any:
 def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
     """Maps the files beneath a folder that this rank has to save; a collective call.
 
-    Ranks on one machine see the same files; other machines have their own. If files of one name
-    have different sizes, the size that the lowest rank with such a file sees is saved. Each file is
-    saved by one of the ranks that see it in that size, so its content may be that of any of them.
+    Ranks on one machine see the same files; other machines have their own. Of files of one name the
+    newest is saved, by one of the ranks that see it: a machine may have an older one from before
+    the job went back to an earlier step.
 
     Args:
         folder: The folder on each rank's disk.
@@ -300,16 +312,15 @@ def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
         ConfigError: If no rank has a file in the folder.
         CloudCheckpointError: If a rank can't read its folder.
     """
-    sizes = meeting.gathered(lambda: _sizes(folder), during="")
-    if not any(sizes):
+    seen = meeting.gathered(lambda: _versions(folder), during="")
+    if not any(seen):
         raise ConfigError(
             f"no files were written to {folder}, so there is nothing to save: check the "
             "callback or hook that writes them"
         )
-    owners = _owners(sizes)
-    seen = sizes[meeting.rank].items()
-    own = {name: size for name, size in seen if owners[name] == meeting.rank}
-    return meeting.begin(lambda: _map_files_of_sizes(folder, own))
+    owners = _owners(seen)
+    own = [name for name in seen[meeting.rank] if owners[name] == meeting.rank]
+    return meeting.begin(lambda: _map_existing(folder, own))
 
 
 def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
@@ -351,37 +362,36 @@ def map_files_of_ranks(
     Raises:
         CloudCheckpointError: If a rank can't read its folder.
     """
-    files = meeting.begin(lambda: _map_files_of_sizes(folder, _sizes(folder)))
+    files = meeting.begin(lambda: _map_existing(folder, _versions(folder)))
     checksums = {name: CRC32C.of(bytes_of(content)) for name, content in files.items()}
     of_first = meeting.from_first(checksums)
     own = {name: files[name] for name in files if of_first.get(name) != checksums[name]}
     return (files if meeting.rank == 0 else {}), own
 
 
-def _sizes(folder: str) -> dict[str, int]:
-    """Returns the size in bytes of each file beneath a folder, by its path in the folder."""
+def _versions(folder: str) -> dict[str, tuple[int, int]]:
+    """Returns when each file beneath a folder was written, and its size, by path in the folder."""
     paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
-    return {os.path.relpath(path, folder): os.path.getsize(path) for path in paths}
+    states = {os.path.relpath(path, folder): os.stat(path) for path in paths}
+    return {name: (state.st_mtime_ns, state.st_size) for name, state in states.items()}
 
 
-def _map_files_of_sizes(folder: str, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Maps files into memory as uint8 tensors, given their sizes by paths in the folder."""
+def _map_existing(folder: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Maps files into memory as uint8 tensors, given their paths in the folder."""
+    paths = {name: os.path.join(folder, name) for name in names}
     return {
-        name: _map_file(os.path.join(folder, name), size, shared=False)
-        for name, size in sizes.items()
+        name: _map_file(path, os.path.getsize(path), shared=False) for name, path in paths.items()
     }
 
 
-def _owners(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """Assigns each file, by turns, to a rank on which it has the size that the lowest rank sees."""
-    seen_by: dict[str, list[int]] = {}
-    for rank, files in enumerate(sizes):
-        for name, size in files.items():
-            ranks = seen_by.setdefault(name, [])
-            if not ranks or sizes[ranks[0]][name] == size:
-                ranks.append(rank)
-    names = enumerate(sorted(seen_by))
-    return {name: seen_by[name][index % len(seen_by[name])] for index, name in names}
+def _owners(seen: list[dict[str, tuple[int, int]]]) -> dict[str, int]:
+    """Assigns each file, by turns, to a rank that sees its newest version."""
+    owners: dict[str, int] = {}
+    for index, name in enumerate(sorted(set().union(*seen))):
+        newest = max(files[name] for files in seen if name in files)
+        ranks = [rank for rank, files in enumerate(seen) if files.get(name) == newest]
+        owners[name] = ranks[index % len(ranks)]
+    return owners
 
 
 def _map_file(path: str, size: int, *, shared: bool) -> torch.Tensor:

@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.config import Config
 from cloudckpt.dcp.install import chosen_config
-from cloudckpt.dcp.meeting import LOADING, Meeting
+from cloudckpt.dcp.meeting import LOADING, Meeting, collective
 from cloudckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -111,7 +111,6 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._stopping_step: int | None = None  # the step at which the Trainer was told to stop
         self._args: Any = None
         self._restored: str | None = None  # on the first rank of a node: the local copy
-        self._was_restored = False  # for the training that begins next
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stores the Trainer's arguments, among them its ``output_dir``.
@@ -134,17 +133,15 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or the previous
                 one.
         """
-        self._raise_or_log(lambda: self._saves.finish())
-        self._raise_or_log(lambda: self._save(args, state, state.global_step))
+        self._save(args, state, state.global_step)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Makes later saves continue the step that the Trainer resumes from a local checkpoint.
+        """Makes later saves continue the step that the Trainer resumes, also from a local copy.
 
         Raises:
             CloudCheckpointError: If the run can't be read.
         """
-        was_restored, self._was_restored = self._was_restored, False
-        if state.global_step and not was_restored:
+        if state.global_step:
             uri = str(self._run.uri(state.global_step))
             self._raise_or_log(lambda: self._saves.resumed(uri))
 
@@ -174,11 +171,11 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if getattr(args, "enable_jit_checkpoint", False) and step is not None:
             is_new = step != self._newest and os.path.isdir(_folder(args.output_dir, step))
             if any(Meeting.of(None, False).gathered(lambda: is_new)):
-                self._raise_or_log(lambda: self._saves.finish())
-                self._raise_or_log(lambda: self._save(args, state, step))
+                self._save(args, state, step)
         if "_saves" in vars(self):
             self._raise_or_log(self._saves.close)
 
+    @collective("CloudCheckpointCallback.restore")
     def restore(self, step: int | None = None) -> str | None:
         """Copies the newest intact checkpoint to the local disk of each node.
 
@@ -209,7 +206,6 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             folders.append(self._download(meeting, step))
 
         self._saves.restore(self._run, step, load)
-        self._was_restored = bool(folders)
         return folders[-1] if folders else None
 
     @functools.cached_property
@@ -226,12 +222,13 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Saves the folder of a step, or begins to save it, and deletes old steps afterwards."""
         meeting = Meeting.of(None, False)
         folder = _folder(args.output_dir, step)
-        meeting.begin(lambda: None)  # waits until all ranks have written their files
-        files = map_files(folder, meeting)
-        self._saves.save(files, str(self._run.uri(step)))
-        self._newest = step
-        best = _step_of(getattr(state, "best_model_checkpoint", None))
-        kept = {best, getattr(state, "best_global_step", None)}
+        kept = _best_steps(vars(state))
+
+        def save() -> None:
+            meeting.begin(lambda: None)  # waits until all ranks have written their files
+            self._saves.save(map_files(folder, meeting), str(self._run.uri(step)))
+            self._newest = step
+            self._saves.then(clean)
 
         def clean() -> None:
             if not self._keep_local and _rank_on_node()[0] == 0:
@@ -239,7 +236,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             if meeting.rank == 0:
                 self._saves.prune_run(self._run, self._retention, kept)
 
-        self._saves.then(clean)
+        self._raise_or_log(lambda: self._saves.finish())
+        self._raise_or_log(save)
 
     def _raise_or_log(self, act: Callable[[], None]) -> None:
         """Calls ``act``; logs its error instead of raising it if ``on_failure`` is "log"."""
@@ -285,12 +283,9 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         def best_saved_step() -> int | None:
             with open(file) as opened:
                 state = json.load(opened)
-            for best in (
-                _step_of(state.get("best_model_checkpoint")),
-                state.get("best_global_step"),
-            ):
+            for best in _best_steps(state):
                 if best is not None and self._run.is_committed(best):
-                    return int(best)
+                    return best
             return None
 
         best = meeting.broadcast_from_first(best_saved_step)
@@ -319,19 +314,19 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         meeting.begin(put, during=LOADING)
 
     def _fetch(self, meeting: Meeting, step: int, folder: str) -> None:
-        """Copies a checkpoint to a folder on each node, divided among the ranks of the node."""
+        """Copies a checkpoint to a folder on each node, divided among the ranks of the node.
+
+        The ranks load together, so that all files are of one save.
+        """
         local_rank, local_size = _rank_on_node()
-
-        def fetch() -> None:
-            uri = str(self._run.uri(step))
-            items = inspect(uri, config=self._run.config).items
-            own = items[local_rank::local_size]
-            wanted = {item.name: _file_of_item(folder, item, uri) for item in own}
-            options = CheckpointerConfig(config=self._run.config, no_dist=True)
-            with make_sync_checkpointer(options) as checkpointer:
-                checkpointer.load(uri, wanted, strict=True)
-
-        meeting.begin(fetch, during=LOADING)
+        uri, config = str(self._run.uri(step)), self._run.config
+        items = meeting.broadcast_from_first(lambda: inspect(uri, config=config).items)
+        own = items[local_rank::local_size]
+        wanted = meeting.begin(
+            lambda: {item.name: _file_of_item(folder, item, uri) for item in own}, during=LOADING
+        )
+        with make_sync_checkpointer(CheckpointerConfig(config=config)) as checkpointer:
+            checkpointer.load(uri, wanted, strict=True)
 
     def _delete_restored(self) -> None:
         """Deletes the local copy of the restored checkpoint."""
@@ -373,13 +368,14 @@ def _folder(output_dir: str, step: int) -> str:
     return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def _step_of(folder: str | None) -> int | None:
-    """Returns the step in the name of a Trainer's checkpoint folder; None for any other name.
+def _best_steps(state: Mapping[str, Any]) -> list[int | None]:
+    """Returns the steps that may be the best saved one, by the fields of the Trainer's state.
 
-    If the Trainer has not saved its best step, it may name the next saved step as the best.
+    If the Trainer has not saved its best step, it may name the next saved one as the best.
     """
-    name = os.path.basename(folder or "").removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-    return int(name) if name.isdecimal() else None
+    folder = os.path.basename(state.get("best_model_checkpoint") or "")
+    step = folder.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return [int(step) if step.isdecimal() else None, state.get("best_global_step")]
 
 
 def _rank_on_node() -> tuple[int, int]:
