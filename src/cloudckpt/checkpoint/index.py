@@ -7,6 +7,7 @@ it only if its size and CRC32C match the commit object. ``object_index`` reads i
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 
@@ -63,6 +64,7 @@ def index_size(raw_lengths: Sequence[int], algorithm: ChecksumAlgorithm) -> int:
     return HEADER.size + sum(index_growth(length, algorithm) for length in raw_lengths)
 
 
+@functools.lru_cache(maxsize=8192)
 def index_growth(raw_length: int, algorithm: ChecksumAlgorithm) -> int:
     """Returns how many bytes an item with this payload length takes in an index."""
     return ITEM + algorithm.nbytes * -(-raw_length // block_size_for(raw_length))
