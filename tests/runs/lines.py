@@ -288,7 +288,7 @@ class Lines(RuleBasedStateMachine):
     def deletes_one(self, data) -> None:
         job, step = self.job(data), data.draw(st.sampled_from(sorted(self.steps)))
         line = self.on_line()
-        base = job.head if job.has_restored else line[max(line)] if line else None
+        base = line[max(line)] if line else None
         begins, job.begins = job.begins, False
         may = self.claims(job, base)
         job.begins = begins  # a deletion begins no line

@@ -128,6 +128,13 @@ def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, cap
     assert states(run) == dict.fromkeys([2, 4, 6], "abandoned") | {3: "line"}
 
 
+def test_a_job_that_goes_back_and_only_deletes_keeps_the_line(run) -> None:
+    with managed(run) as manager:
+        manager.restore(state(), step=4)
+        manager.delete(3)
+    assert restored(run) == (5, 5)
+
+
 def test_a_reader_writes_nothing(run) -> None:
     with managed(run) as manager, managed(run, read_only=True) as reader:
         save(manager, 1)

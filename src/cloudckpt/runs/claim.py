@@ -279,7 +279,7 @@ class OwnLine(CommitHook):
     def _begin(self, saves: bool) -> Future[Owner]:
         """Begins to claim the run under a new job name, in a thread of its own."""
         before, continues = self._claim, self._continues
-        if not saves and not self.has_restored:  # a deletion keeps the current line
+        if not saves:  # a deletion keeps the current line
             line = self.run.history().line
             continues = line[max(line)].continued_at(max(line)) if line else {}
         self._is_late, self.claimed_by = False, (job := random_suffix())
