@@ -128,7 +128,7 @@ def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, cap
     assert states(run) == dict.fromkeys([2, 4, 6], "abandoned") | {3: "line"}
 
 
-def test_a_job_that_goes_back_and_only_deletes_keeps_the_line(run) -> None:
+def test_a_job_that_goes_back_and_only_deletes_keeps_the_line(run, two) -> None:
     with managed(run) as manager:
         manager.restore(state(), step=4)
         manager.delete(3)
