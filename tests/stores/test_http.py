@@ -196,7 +196,7 @@ def test_what_came_before_a_stall_is_not_forgotten(server, impatient):
     error, came = lost(impatient, server.url, len(data))
     assert "stalled" in f"{error}{error.__cause__}"
     assert came == data[:-1000]
-    server.answer(status=400, body=b"<Code>ExpiredToken</Code>", size=1000)
+    server.answer(status=403, body=b"<Code>ExpiredToken</Code>", size=1000)
     with impatient.send("GET", server.url, {}) as reply:
         assert reply.read_refusal() == b"<Code>ExpiredToken</Code>"
 

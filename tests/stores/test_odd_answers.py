@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.dialects import DIALECTS
+from cloudckpt.errors import ConnectionLostError
+from support.dialects import DIALECTS, put
 from support.odd_answers import ask, odd_server
 
 
@@ -20,6 +21,17 @@ def odd():
 def named_store(request, odd):
     store = DIALECTS[request.param].open(odd.url)
     yield request.param, store
+    store.close()
+
+
+def test_headers_that_are_cut_off_are_no_answer(odd):
+    store, whole = DIALECTS["s3"].open(odd.url), b'HTTP/1.1 200 OK\r\nETag: "tag"\r\n\r\n'
+    for end in range(len(whole)):
+        odd.answer = whole[:end]
+        with pytest.raises(ConnectionLostError):
+            put(store)
+    odd.answer = whole
+    assert put(store).version == '"tag"'
     store.close()
 
 

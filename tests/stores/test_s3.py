@@ -171,9 +171,11 @@ def test_on_aws_the_bucket_is_followed_to_another_host(anonymous):
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-def test_a_404_whose_page_is_cut_off_does_not_say_that_there_is_no_object(store, server, framing):
+@pytest.mark.parametrize("status", [404, 400])
+def test_a_refusal_that_is_cut_off_says_nothing(store, server, framing, status):
+    """Neither that there is no object, nor that the request can't be sent again."""
     cut = {"size": 300, "framing": framing, "unfinished": True, "hang_up": True}
-    server.respond(lambda request: server.Answer(404, **cut))
+    server.respond(lambda request: server.Answer(status, **cut))
     for look in (store.get, store.head, store.delete):
         with pytest.raises(ConnectionLostError):
             look("run/.metadata")

@@ -9,6 +9,7 @@ the body is sent after a short wait, as RFC 9110 (section 10.1.1) demands.
 from __future__ import annotations
 
 import http.client
+import io
 import socket
 
 __all__ = ["EXPECT", "Response", "early_response"]
@@ -20,14 +21,36 @@ _PATIENCE = 1.0  # seconds; curl waits as long
 _INTERIM = (b"HTTP/1.1 1", b"HTTP/1.0 1")
 
 
+class _Head:
+    """Reads the lines before a response's body; raises an error if the connection ends amid them.
+
+    http.client takes the end of the connection for that of the headers, and half a header for a
+    whole one: with half an ETag, a received part would not be found when the upload is completed.
+    """
+
+    def __init__(self, fp: io.BufferedReader) -> None:
+        self._fp, self.close = fp, fp.close
+
+    def readline(self, limit: int) -> bytes:
+        line = self._fp.readline(limit)
+        if not line.endswith(b"\n") and len(line) < limit:
+            raise http.client.RemoteDisconnected("the connection was closed amid the headers")
+        return line
+
+
 class Response(http.client.HTTPResponse):
-    """An HTTP response that skips interim responses (1xx); http.client's own skips only 100."""
+    """An HTTP response with whole headers, which skips interim ones (http.client only 100)."""
 
     def begin(self) -> None:
-        super().begin()
-        while self.status < 200:
-            self.headers = self.msg = None  # type: ignore[assignment]  # begin() reads on
+        fp = self.fp
+        self.fp = _Head(fp)  # type: ignore[assignment]
+        try:
             super().begin()
+            while self.status < 200:
+                self.headers = self.msg = None  # type: ignore[assignment]  # begin() reads on
+                super().begin()
+        finally:
+            self.fp = self.fp and fp  # None if begin() has closed it
 
 
 def early_response(sock: socket.socket) -> tuple[Response | None, bool]:
