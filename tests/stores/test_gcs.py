@@ -159,9 +159,3 @@ def test_bytes_that_arrived_damaged_are_sent_again(store, server):
     server.answer(status=400, body=error_json(400, "invalid", text))
     with pytest.raises(ServerError, match="damaged"):
         put(store)
-
-
-def test_a_store_without_multipart_uploads_has_none_open(store, server):
-    """As emulators have it."""
-    server.answer(status=501, body=error_json(501, "notImplemented", "Not implemented"))
-    assert list(store.list_uploads("run/")) == []

@@ -296,18 +296,15 @@ class LocalStore(ObjectStore):
                     yield _info(path, os.stat(path))
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
-        with self._errors(key), contextlib.suppress(*GONE):
-            if if_version is None:
-                Path(key).unlink()
-                return
-            with locked(Path(key).parent):
-                if self._version(key) not in (None, if_version):
-                    raise PreconditionFailedError(
-                        "another writer has replaced the file, so it was not deleted",
-                        uri=self.uri(key),
-                        certain=True,
-                    )
-                Path(key).unlink()
+        held = contextlib.nullcontext() if if_version is None else locked(Path(key).parent)
+        with self._errors(key), contextlib.suppress(*GONE), held:
+            if if_version is not None and self._version(key) not in (None, if_version):
+                raise PreconditionFailedError(
+                    "another writer has replaced the file, so it was not deleted",
+                    uri=self.uri(key),
+                    certain=True,
+                )
+            Path(key).unlink()
 
     def close(self) -> None:
         """Does nothing: no file stays open between calls."""

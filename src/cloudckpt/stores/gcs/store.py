@@ -31,9 +31,7 @@ from cloudckpt.stores.base import (
     ObjectStore,
     Part,
     Progress,
-    Retry,
     Upload,
-    once,
     random_suffix,
     whole_checksum,
 )
@@ -64,8 +62,6 @@ _MIN_PART = 5 * 1024**2
 _MAX_PART = 5 * 1024**3
 _MAX_PARTS = 10_000
 _MAX_OBJECT = 5 * 1024**4
-
-_NOT_IMPLEMENTED = 501
 
 _COMPRESSED = re.compile(r"\b(br|compress|deflate|gzip|zstd)\b", re.IGNORECASE)
 
@@ -215,13 +211,6 @@ class GCSStore(XmlStore):
                         self._tokens[copied] = token
                     raise
         return made
-
-    def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
-        try:
-            yield from super().list_uploads(prefix, retry)
-        except InvalidRequestError as error:
-            if error.status != _NOT_IMPLEMENTED:  # a store without multipart uploads has none open
-                raise
 
     def head(self, key: str) -> ObjectInfo:
         # the metadata, which no cache keeps

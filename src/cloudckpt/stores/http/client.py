@@ -291,26 +291,22 @@ class HttpClient:
         self._options = options
         self._config = config = options.config
         self._timeout = urllib3.Timeout(connect=config.connect_timeout, read=config.read_timeout)
-        self._manager = self._new_manager(options)
-
-    def _new_manager(self, options: HttpOptions) -> urllib3.PoolManager:
-        settings: dict[str, Any] = {"maxsize": self._config.most_connections, "num_pools": 8}
+        settings: dict[str, Any] = {"maxsize": config.most_connections, "num_pools": 8}
         settings["socket_options"] = _socket_options()
         settings["cert_reqs"] = "CERT_REQUIRED"
         if options.proxy is None:
-            manager = urllib3.PoolManager(**settings)
+            self._manager = urllib3.PoolManager(**settings)
         else:
             proxy = proxy_url(options.proxy)
             headers = None
             if proxy.auth:
                 user = base64.b64encode(unquote_to_bytes(proxy.auth)).decode("ascii")
                 headers = {"proxy-authorization": f"Basic {user}"}
-            manager = urllib3.ProxyManager(proxy.url, proxy_headers=headers, **settings)
-        limit = _CONNECTING * self._config.connect_timeout
-        manager.pool_classes_by_scheme = pool_classes(
+            self._manager = urllib3.ProxyManager(proxy.url, proxy_headers=headers, **settings)
+        limit = _CONNECTING * config.connect_timeout
+        self._manager.pool_classes_by_scheme = pool_classes(
             self._calls, limit, Contexts(options), self._watch
         )
-        return manager
 
     @contextlib.contextmanager
     def send(
