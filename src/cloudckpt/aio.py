@@ -50,7 +50,7 @@ async def exists(uri: URILike, *, config: Config | None = None) -> bool:
 async def latest(
     run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> str | None:
-    """Returns the URI of a run's newest committed step, or None; see :func:`cloudckpt.latest`."""
+    """Returns the URI of a run's newest step, or None; see :func:`cloudckpt.latest`."""
     found = Run(run, step_name=step_name, config=config)
     step = await _request(found.view, lambda view: found.through(view).newest())
     return None if step is None else str(found.uri(step))
@@ -135,11 +135,11 @@ _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Gates] = weakref.W
 
 
 async def _request(view: View, call: Callable[[View], T], *, is_wide: bool = False) -> T:
-    """Runs requests to a store in a thread, and returns their result; cancelling interrupts them.
+    """Returns the result of `call`, which sends requests, run in a thread with `view`.
 
-    An event loop runs up to eight such calls per bucket at a time, or fewer if
-    ``config.connections`` says so, and one ``is_wide`` call in addition, which sends several
-    requests at a time itself.
+    An event loop runs up to eight such calls per bucket and options at a time, or fewer if
+    ``config.connections`` says so, and in addition one call that sends several requests at a time
+    itself (`is_wide`). If the coroutine is cancelled, the requests are interrupted.
     """
     config = view.config
     most = 1 if is_wide else min(_AT_ONCE, config.requests_at_once)
@@ -149,10 +149,11 @@ async def _request(view: View, call: Callable[[View], T], *, is_wide: bool = Fal
 
 
 async def _in_thread(call: Callable[[], T], cancel: Callable[[], Any] = lambda: None) -> T:
-    """Returns the result of `call`, run in a new daemon thread; cancelling it calls `cancel`.
+    """Returns the result of `call`, run in a new daemon thread.
 
-    The interpreter does not wait for a daemon thread when it exits, as it would for the threads of
-    an executor: for minutes, if a network does not respond.
+    If the coroutine is cancelled, it calls `cancel`, and does not wait for the thread. Nor does the
+    interpreter when it exits: it would wait for the threads of an executor, for minutes if a
+    network does not respond.
     """
     future: Future[T] = Future()
 

@@ -223,7 +223,7 @@ def _naming(action: str, target: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ToSave:
-    """The writer and planner with which a rank saves."""
+    """The writer and planner with which a rank saves; without a planner, it uses cloudckpt's."""
 
     writer: OurWriter
     planner: SavePlanner | None = None
@@ -231,7 +231,7 @@ class ToSave:
 
 @dataclass(frozen=True)
 class ToLoad:
-    """The reader and planner with which a rank loads."""
+    """The reader and planner with which a rank loads; without a planner, it uses cloudckpt's."""
 
     reader: OurReader
     planner: LoadPlanner | None = None

@@ -317,8 +317,9 @@ class AsyncCheckpointer(Checkpointer):
             on_failure: Called instead of raising the failure of an earlier save, on all ranks
                 alike, with the numbers of the saves that failed (:attr:`SaveFuture.number`) and the
                 error. An exception that it raises is raised by the checkpointer.
-            when_busy: What a save does while an earlier one is in progress, unless
-                ``BackgroundOptions(when_busy=...)`` is set, which describes the values.
+            when_busy: What a save does while an earlier one is in progress: ``"wait"`` for it; or
+                with ``"auto"``, wait for as long as it makes progress, and otherwise leave this
+                save out. ``BackgroundOptions(when_busy=...)`` takes precedence.
 
         Raises:
             ConfigError: If an option has the wrong class, differs between ranks, or this rank is

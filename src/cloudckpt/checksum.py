@@ -40,7 +40,8 @@ class ChecksumAlgorithm:
 
     Attributes:
         name: The usual name of the algorithm.
-        of: Returns the checksum of a buffer; a second argument continues an earlier checksum.
+        of: Returns the checksum of a buffer; a second argument is the checksum of the bytes before
+            it, which then count too.
         joined: Returns the checksum of two adjacent pieces, given both checksums and the length of
             the second in bytes.
         code: The format character of a checksum in :mod:`struct`.
@@ -68,7 +69,7 @@ class ChecksumAlgorithm:
         return struct.pack(f"<{len(values)}{self.code}", *values)
 
     def unpack(self, packed: bytes) -> tuple[int, ...]:
-        """Returns the checksums that :meth:`pack` has packed."""
+        """Returns the checksums in the result of :meth:`pack`."""
         return struct.unpack(f"<{len(packed) // self.nbytes}{self.code}", packed)
 
 
@@ -93,11 +94,12 @@ def from_base64(text: str) -> int:
 
 
 def block_size_for(nbytes: int) -> int:
-    """Returns the bytes per checksum in an item of `nbytes`: a power of two, 64 KiB to 1 MiB.
+    """Returns the size in bytes of the blocks of an item of `nbytes`; each block has a checksum.
 
-    A reader of part of an item must fetch whole blocks to verify them. With sixty-four blocks per
-    item this surplus is a few percent, while with blocks of 1 MiB the checksums of a terabyte take
-    8 MiB.
+    It is the largest power of two that gives the item 64 blocks or more, but at least 64 KiB and at
+    most 1 MiB. With smaller blocks there would be more checksums to store; with larger ones, a
+    reader of part of an item, which must fetch whole blocks to verify them, would fetch more that
+    it does not need.
     """
     wanted = max(1, nbytes // _BLOCKS_PER_ITEM)
     power = 1 << (wanted.bit_length() - 1)
@@ -107,16 +109,15 @@ def block_size_for(nbytes: int) -> int:
 class BlockChecksums:
     """Collects the checksums of an item's blocks from pieces that are added in any order.
 
-    Pieces may end anywhere, and several threads may add pieces of the same item. The checksum of a
-    piece is computed along the way, so that no byte is read twice.
+    Pieces may end anywhere, and several threads may add pieces of the same item.
 
     Args:
         algorithm: The algorithm of the checksums.
         block_size: Bytes of a block.
-        expected: The checksums of the same blocks, if they were computed before.
-        reuse: Whether blocks that lie within one piece take their checksum from ``expected``, so
-            that their bytes are not read again.
-        item: The item, for messages.
+        expected: The checksums of all blocks, if they were computed before; else empty.
+        reuse: Whether the checksums of full blocks that lie within one piece are taken from
+            ``expected``, so that their bytes are not read again.
+        item: The name of the item, for messages.
     """
 
     __slots__ = ("_algorithm", "_expected", "_found", "_item", "_reuse", "block_size")
@@ -138,7 +139,7 @@ class BlockChecksums:
         self._found: list[tuple[int, int, int]] = []  # append is atomic
 
     def add(self, start: int, view: memoryview) -> int:
-        """Adds the item's bytes that begin at `start`; returns the checksum of `view`."""
+        """Adds `view`, the bytes from `start` of the item on; returns the checksum of `view`."""
         of, joined = self._algorithm.of, self._algorithm.joined
         size, block = view.nbytes, self.block_size
         if start // block == (start + size - 1) // block and not self._reuse:
@@ -162,7 +163,7 @@ class BlockChecksums:
 
         Raises:
             ValueError: If the pieces do not cover the item exactly once.
-            TensorChangedError: If the checksums differ from the expected ones.
+            TensorChangedError: If there are expected checksums, and the blocks have others.
         """
         blocks: list[int] = []
         expected = 0
@@ -202,14 +203,15 @@ class Blocks:
     checksums: Sequence[int]
 
     def bad(self, first: int, views: Sequence[memoryview]) -> list[int]:
-        """Verifies the blocks from number `first` on, whose bytes are in `views` in order.
+        """Returns the numbers of damaged blocks; empty if there are none.
 
-        Each view is processed in one call, since each call releases the GIL and may have to wait
-        for it. The combined checksum of all blocks is compared first; only if it differs are the
-        single blocks checked.
+        The combined checksum of all blocks is compared first, with one call for each view, as after
+        each call this thread may have to wait for the GIL. Only if it differs is each block
+        checked.
 
-        Returns:
-            The numbers of the damaged blocks; empty if there are none.
+        Args:
+            first: The number of the first block to check.
+            views: The bytes of that block and of those after it, in order.
         """
         total, size = 0, 0
         for view in views:

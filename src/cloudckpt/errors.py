@@ -124,7 +124,7 @@ class CloudCheckpointError(Exception):
         uri: The object or checkpoint concerned, without secrets; None if there is none.
         item: The state-dict entry concerned; None if there is none.
         cause: The text of the underlying error, kept because ``__cause__`` does not survive
-            pickling.
+            pickling; None if there is none.
         action: The operation that failed, such as ``save to s3://bucket/run/step-1``; None if
             unknown.
     """
@@ -156,13 +156,13 @@ class CloudCheckpointError(Exception):
 
 
 def _plain(text: str) -> str:
-    """Replaces percent-encoded URIs of files by plain paths, unless these can't be printed."""
+    """Replaces percent-encoded ``file://`` URIs in a text by paths, if these can be printed."""
     shown = re.sub(r"file://(\S*%\S*)", lambda found: unquote(found[1]), text)
     return shown if shown.isprintable() else text
 
 
 def text_of(error: BaseException) -> str:
-    """Returns the class, message and notes of an error."""
+    """Returns an error as text: its class, message and notes."""
     notes = [f" ({note})" for note in getattr(error, "__notes__", ())]
     return f"{type(error).__name__}: {error}{''.join(notes)}"
 
@@ -182,8 +182,8 @@ class MissingDependencyError(CloudCheckpointError, ImportError):
 class InstallError(CloudCheckpointError):
     """``cloudckpt.install()`` does not support the installed torch or the class in use.
 
-    The installed version of torch is not supported, or a URI was given to a class derived from
-    torch's writer or reader for local files.
+    This cloudckpt does not know the installed version of torch, or a URI was given to a class
+    derived from torch's writer or reader for local files.
     """
 
 
@@ -319,7 +319,7 @@ class ConnectionLostError(TransientStoreError):
 
 
 class TransferCancelledError(CloudCheckpointError):
-    """The transfer was stopped: another one of the save or load failed, or an interrupt came."""
+    """The transfer was stopped: another one of the save or load failed, or it was cancelled."""
 
 
 class CheckpointError(CloudCheckpointError):
@@ -362,10 +362,11 @@ class Damage:
 
     Attributes:
         object: The URI of the object.
-        item: The state-dict entry.
+        item: The state-dict entry; empty if the bytes belong to none, or it is unknown.
         what: The kind of damage, in words.
-        start: The offset of the first damaged byte in the object; None if all of it is damaged.
-        stop: The offset after the last damaged byte; None if all of the object is damaged.
+        start: The offset of the first damaged byte in the object; None if it is unknown which bytes
+            are damaged, or if the object is missing.
+        stop: The offset after the last damaged byte; None if ``start`` is None.
     """
 
     object: str
@@ -379,8 +380,8 @@ class CheckpointCorruptError(CheckpointError):
     """Bytes of the checkpoint are missing, were replaced, or do not match their checksum.
 
     Attributes:
-        damages: The known damages: one for a load, all for a verification. By default, the object
-            that the error is about.
+        damages: The damages found: a load stops at the first, a verification finds all. By default
+            one, for the object at ``uri``.
     """
 
     def __init__(self, message: str, *, damages: Sequence[Damage] = (), **context: Any) -> None:
@@ -398,7 +399,8 @@ class CheckpointReplacedError(CheckpointError):
 
     Attributes:
         times: How often this load has noticed a replacement; above 1, it has given up.
-        saves: The ids of the saves that two ranks have read, if the ranks differ; else None.
+        saves: If two ranks have read different saves, the ids of both saves (None for a save
+            without an id); else None.
     """
 
     def __init__(
@@ -433,8 +435,8 @@ class MissingKeyError(CheckpointError, KeyError):
 class ShapeMismatchError(CheckpointError, ValueError):
     """A tensor's shape differs from its target's, or from the shape that a save has planned.
 
-    This is also raised if the target is not a tensor, or if an optimizer has other parameter groups
-    than the saved one.
+    This is also raised if the target is not a tensor, if an optimizer has other parameter groups
+    than the saved one, and by functions that convert no element types, if these differ.
     """
 
 
@@ -451,7 +453,7 @@ class TensorChangedError(CheckpointError):
 
     @classmethod
     def of(cls, item: str | None, **context: Any) -> TensorChangedError:
-        """Returns the error for an item, with advice; `context` as in the base class."""
+        """Returns the error for an item, or for an unknown one (None); other arguments as usual."""
         return cls(
             f"{item or 'a tensor'} changed while it was saved, so that its checksum does not "
             "match the uploaded bytes: do not write to it before the save has returned (no "

@@ -57,13 +57,15 @@ class Event:
         began: The start, in seconds since the epoch.
         seconds: The duration; 0 for events without one.
         nbytes: Bytes moved.
-        total: For ``progress``: the expected bytes, as far as known.
-        detail: For ``retry``, ``throttle`` and failures: the class of the error.
-        failed: Whether the phase ended with an error.
-        step: For ``failure``: the step.
-        newest_step: For ``failure``: the newest committed step, as far as known here.
-        newest_age: For ``failure``: seconds since that step was committed; None if another job
-            committed it.
+        total: For ``progress``: the expected bytes; 0 if unknown.
+        detail: For ``retry``, ``throttle``, ``failure`` and a phase that failed: the class of the
+            error. Otherwise empty.
+        failed: Whether the phase ended with an error; True for ``failure``.
+        step: For ``failure``: the step that was not saved.
+        newest_step: For ``failure``: the newest committed step that this rank knows of; None if it
+            knows of none.
+        newest_age: For ``failure``: seconds since ``newest_step`` was committed; None if there is
+            none, or another job committed it.
     """
 
     phase: Phase
@@ -197,7 +199,10 @@ def _tracer() -> Any:
 
 
 def _report_span(event: Event) -> None:
-    """Reports a completed phase as a child of this thread's current OpenTelemetry span, if any."""
+    """Reports an event with a duration to OpenTelemetry, beneath this thread's current span.
+
+    Without OpenTelemetry, it does nothing.
+    """
     tracer = _tracer() if event.seconds > 0 else None
     if tracer is None:
         return
@@ -254,7 +259,7 @@ class Span:
 
 
 class Timeline:
-    """A list of events, in the order in which they ended.
+    """A list of events, in the order in which they were reported.
 
     Attributes:
         events: The events, without ``progress``.
@@ -269,7 +274,11 @@ class Timeline:
             self.events.append(event)
 
     def table(self) -> str:
-        """Returns a table of the events: phase, start and duration in seconds, MiB, rank, URI."""
+        """Returns the events as a table with a line for each, sorted by start.
+
+        Its columns are the phase, the seconds from the first event's start to this one's, the
+        duration in seconds, MiB moved, the rank, and the URI, followed by the error if it failed.
+        """
         if not self.events:
             return "no events were recorded"
         first = min(event.began for event in self.events)
@@ -289,7 +298,8 @@ def record(uri: str | None = None) -> Iterator[Timeline]:
     """Collects the events of a ``with`` block, of one checkpoint if its URI is given.
 
     Args:
-        uri: The URI as in events: ``s3://bucket/run/step-1000``, or ``file:///path``. None for all.
+        uri: The checkpoint, as events name it: ``s3://bucket/run/step-1000``, or ``file:///path``.
+            None for all checkpoints.
 
     Yields:
         The events, without ``progress``: a timeline that grows while the block runs.

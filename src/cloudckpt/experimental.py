@@ -85,6 +85,9 @@ class CloudCheckpointWriter(CheckpointWriter):
 
         Besides the state it takes ``memory_budget`` bytes (64 MiB by default).
 
+        Returns:
+            None, as the state is in the store by then.
+
         Raises:
             InvalidURIError: If ``path`` is not a valid location.
             CheckpointExistsError: If the rank's file exists, and ``overwrite`` is off.
@@ -198,7 +201,10 @@ class CloudCheckpointReader(CheckpointReader):
 
 
 def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -> Any:
-    """Returns ``target`` filled with the file's values; if it is None, the file's value itself.
+    """Returns ``target`` with the file's values in place of its own.
+
+    Tensors and dicts are changed in place, and lists made anew. In place of None, and of any other
+    value, the file's value is returned.
 
     Args:
         target: A value of the state dict.
@@ -206,6 +212,11 @@ def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -
         path: These keys, joined by dots, for messages; empty for the whole state.
         uri: The file, for messages.
         missing: Takes the keys of the state dict that the file lacks.
+
+    Raises:
+        CheckpointError: If a value has another class than the file's.
+        ShapeMismatchError: As in :func:`_fill`.
+        UnsupportedTensorError: As in :func:`_fill`.
     """
     if target is None:
         return source

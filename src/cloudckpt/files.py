@@ -200,6 +200,8 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
 def _is_as_stored(store: ObjectStore, info: ObjectInfo, data: bytearray, config: Config) -> bool:
     """Returns whether the bytes match the checksum that the store keeps for this version.
 
+    If the store keeps none, the object is read again, and its checksum is computed.
+
     Raises:
         CheckpointReplacedError: If the object no longer has this version.
     """
@@ -241,7 +243,15 @@ def _put_on_condition(
 ) -> ObjectInfo:
     """Writes an object in one request: some stores ignore conditions of multipart uploads.
 
+    Args:
+        store: The store.
+        key: The key of the object.
+        content: Its bytes.
+        if_version: The version that is replaced; empty if the object must not exist yet.
+        config: Options.
+
     Raises:
+        PreconditionFailedError: If the condition does not hold.
         ConfigError: If conditional writes are turned off, or the store does not honour them.
         InvalidRequestError: If the content is too large for one request.
     """

@@ -64,7 +64,7 @@ class DynamicMetaLoadPlanner(CloudLoadPlanner, TorchDynamicMetaLoadPlanner):
     def __init__(
         self, flatten_state_dict: bool = True, flatten_sharded_tensors: bool = True
     ) -> None:
-        """Takes the arguments of torch's class; state dicts are always flattened."""
+        """Accepts the arguments of torch's class, and ignores them: it always flattens."""
         super().__init__("")
 
     def set_up_planner(

@@ -183,7 +183,7 @@ class CheckpointURI:
 
     @classmethod
     def _azure(cls, scheme: str, rest: str, text: str) -> CheckpointURI:
-        """Parses an Azure location with its account: ``abfss``, as in Hadoop, or ``https``."""
+        """Parses `text`, an ``abfss``, ``abfs`` or ``https`` URI; `rest` follows its ``://``."""
         authority, slash, path = rest.partition("/")
         if scheme == "https":
             container, host = "", authority.lower()
@@ -355,10 +355,10 @@ def _absolute(path: str) -> str:
 
 
 def text_of(location: object) -> str | None:
-    """Returns the text of a location; None unless it is a string, a path, or prints as a URI.
+    """Returns the text of a location; None if it is not a string, path, or object shown as a URI.
 
-    For path objects of other libraries, their text takes precedence: their file-system path may be
-    that of a local copy, where a checkpoint would never be looked for.
+    If ``str()`` of a path object is a URI, that is returned: the file-system path of other
+    libraries' objects may be that of a local copy, where a checkpoint would never be looked for.
     """
     if isinstance(location, str):
         return str.__str__(location)  # the value of a member of a string enum

@@ -20,10 +20,10 @@ __all__ = ["FIRST_LINE", "LONGEST_SILENCE", "Waiting", "current", "is_stuck"]
 logger = logging.getLogger("cloudckpt")
 
 FIRST_LINE = 10.0
-"""Seconds without success before the first line is logged."""
+"""Seconds from the beginning of an operation, or without a byte, before a line is logged."""
 LONGEST_SILENCE = 60.0
-"""Maximum seconds between two lines. The first pause is as long as the wait for the first line, and
-each further one twice as long.
+"""Maximum seconds after a line in which no other is logged. After the first line these are 10
+seconds, and after each further line twice as many as before, up to this.
 """
 
 
@@ -71,7 +71,10 @@ class Waiting:
         self._request = request
 
     def failed(self, why: object, *, left: float, pause: float) -> None:
-        """Notes a failed try, and logs it if the operation has failed for long enough.
+        """Notes a failed try, and logs it if the operation has taken ``FIRST_LINE`` seconds.
+
+        If the pause is that long itself, the failure is logged before it. No line is logged soon
+        after another one (``LONGEST_SILENCE``).
 
         Args:
             why: The error, or a text.
@@ -87,7 +90,7 @@ class Waiting:
             self._tell(str(why), now)
 
     def is_silent(self, seconds: float) -> None:
-        """Logs that the try under way has moved no byte for `seconds`, if these are ten or more."""
+        """Notes that the try under way has moved no byte for `seconds`; logs it from ten on."""
         if seconds >= FIRST_LINE:
             _lines.failing(self)
             self._tell(f"{self._request}: no byte has moved for {seconds:.0f} s", self._clock())
@@ -145,7 +148,7 @@ class _Lines:
                 self._failing.add(waiting)
 
     def end(self, waiting: Waiting, succeeded: float | None) -> None:
-        """Removes an operation that has ended, and notes when it succeeded (None: it failed)."""
+        """Removes an operation that has ended, and notes when it succeeded; None if it failed."""
         with self._lock:
             self._waiting.discard(waiting)
             self._failing.discard(waiting)
@@ -174,7 +177,7 @@ _current: ContextVar[Waiting | None] = ContextVar("cloudckpt_waiting", default=N
 
 
 def is_stuck() -> bool:
-    """Returns whether operations fail or are silent, and none has succeeded lately."""
+    """Returns whether operations fail or are silent, and none has succeeded in the last second."""
     return _lines.is_stuck(time.monotonic())
 
 
