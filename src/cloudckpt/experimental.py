@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,10 @@ from torch.distributed.checkpoint._experimental import (
     WriterHook,
 )
 from torch.distributed.checkpoint._experimental.barriers import Barrier
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from cloudckpt.config import Config, config_or_default
+from cloudckpt.dcp.shared_memory import SharedMemory, in_memory
 from cloudckpt.errors import CheckpointError, ShapeMismatchError, UnsupportedTensorError
 from cloudckpt.events import Span, Transferred
 from cloudckpt.torch_files.broadcast import check_fillable
@@ -168,13 +170,14 @@ class CloudCheckpointReader(CheckpointReader):
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
             ShapeMismatchError: If a tensor of ``state_dict`` has another shape or type.
             UnsupportedTensorError: If a tensor has another layout, such as sparse, or no memory.
+            KeyCollisionError: If tensors that share memory have different values in the file.
             CheckpointError: If the file has another kind of value than ``state_dict`` at some key.
         """
         uri = _object_of(path, self._rank_info)
         rank = self._rank_info.global_rank
         if state_dict is not None and map_location is None:
             map_location = "cpu"
-        stats, missing = TransferStats(str(uri), rank), list[str]()
+        stats, part = TransferStats(str(uri), rank), _Part(str(uri), [], [])
         with Span("load", str(uri), rank) as span:
             try:
                 state = load_torch_file(
@@ -185,38 +188,52 @@ class CloudCheckpointReader(CheckpointReader):
                     trust_pickle=self.trust_pickle,
                 )
                 if state_dict is not None:
-                    state = _merged(state_dict, state, "", str(uri), missing)
+                    state = _merged(state_dict, state, "", part)
+                    _fill(part)
             finally:
                 self.transferred = stats.snapshot()
                 span.nbytes = self.transferred.nbytes
-        if missing:
+        if part.missing:
             logger.warning(
                 "%s: keys of the state dict are not in the file, so their values stay as they were "
                 "(%d, such as %s)",
                 uri,
-                len(missing),
-                missing[:10],
+                len(part.missing),
+                part.missing[:10],
             )
-        return state, missing
+        return state, part.missing
 
 
-def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -> Any:
-    """Returns ``target`` with the file's values in place of its own.
+class _Part(NamedTuple):
+    """A part of a file that is read into a state dict.
 
-    Tensors and dicts are changed in place, and lists made anew. In place of None, and of any other
-    value, the file's value is returned.
+    Attributes:
+        uri: The file.
+        missing: The keys of the state dict that the file lacks.
+        tensors: The path of each tensor of the state dict, the tensor, and the one in the file.
+    """
+
+    uri: str
+    missing: list[str]
+    tensors: list[tuple[str, torch.Tensor, torch.Tensor]]
+
+
+def _merged(target: Any, source: Any, path: str, part: _Part) -> Any:
+    """Returns ``target`` with the file's values in place of its own; tensors are filled later.
+
+    Dicts are changed in place, and lists made anew. In place of None, and of any other value, the
+    file's value is returned.
 
     Args:
         target: A value of the state dict.
         source: The value in the file under the same keys.
         path: These keys, joined by dots, for messages; empty for the whole state.
-        uri: The file, for messages.
-        missing: Takes the keys of the state dict that the file lacks.
+        part: Takes the missing keys, and the tensors to fill.
 
     Raises:
         CheckpointError: If a value has another class than the file's.
-        ShapeMismatchError: As in :func:`_fill`.
-        UnsupportedTensorError: As in :func:`_fill`.
+        ShapeMismatchError: As in :func:`_check`.
+        UnsupportedTensorError: As in :func:`_check`.
     """
     if target is None:
         return source
@@ -225,28 +242,29 @@ def _merged(target: Any, source: Any, path: str, uri: str, missing: list[str]) -
         raise CheckpointError(
             f"{path or 'the state'} is a {type(target).__name__}, but the file has a "
             f"{type(source).__name__} there: pass None in its place to load the file's value",
-            uri=uri,
+            uri=part.uri,
             item=path,
         )
     if isinstance(source, torch.Tensor):
-        _fill(target, source, path, uri)
+        _check(target, source, path, part.uri)
+        part.tensors.append((path, target, source))
         return target
     if isinstance(source, dict):
         for key in list(target):
             below = f"{path}.{key}" if path else str(key)
             if key in source:
-                target[key] = _merged(target[key], source[key], below, uri, missing)
+                target[key] = _merged(target[key], source[key], below, part)
             else:
-                missing.append(below)
+                part.missing.append(below)
         return target
     if isinstance(source, list):
         pairs = enumerate(itertools.zip_longest(target, source))
-        return [_merged(ours, saved, f"{path}[{at}]", uri, missing) for at, (ours, saved) in pairs]
+        return [_merged(ours, saved, f"{path}[{at}]", part) for at, (ours, saved) in pairs]
     return source
 
 
-def _fill(target: torch.Tensor, source: torch.Tensor, path: str, uri: str) -> None:
-    """Copies a tensor of the file into a tensor of the state dict.
+def _check(target: torch.Tensor, source: torch.Tensor, path: str, uri: str) -> None:
+    """Checks that a tensor of the state dict can take a tensor of the file.
 
     Raises:
         ShapeMismatchError: If shape or dtype differ.
@@ -263,7 +281,20 @@ def _fill(target: torch.Tensor, source: torch.Tensor, path: str, uri: str) -> No
                 item=path,
             )
     check_fillable(target, path, uri)
-    copy_into(target, source)
+
+
+def _fill(part: _Part) -> None:
+    """Copies the tensors of the file into those of the state dict.
+
+    Raises:
+        KeyCollisionError: If tensors that share memory have different values in the file.
+    """
+    entries = [(MetadataIndex(path), in_memory(target)) for path, target, _ in part.tensors]
+    shared = SharedMemory(entries)
+    for number, (_, target, source) in enumerate(part.tensors):
+        copy_into(target, source)
+        shared.note(number)
+    shared.check(part.uri)
 
 
 def _rank_info() -> RankInfo:

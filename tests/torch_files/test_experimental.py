@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cloudckpt.errors import AccessDeniedError, CheckpointError, ShapeMismatchError
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointError,
+    KeyCollisionError,
+    ShapeMismatchError,
+)
 from cloudckpt.stores.registry import open_store
 from cloudckpt.torch_files import object_file
 from cloudckpt.uri import CheckpointURI
@@ -146,6 +151,10 @@ def test_a_part_is_what_torchs_reader_gives(local):
     assert_same(bias, saved["model"]["bias"])
 
 
+ODD = {"s": torch.eye(4).to_sparse(), "u": torch.ones(4), "v": torch.zeros(4)}
+ROOM = torch.zeros(5)
+
+
 @pytest.mark.parametrize(
     ("wanted", "error", "words"),
     [
@@ -154,10 +163,11 @@ def test_a_part_is_what_torchs_reader_gives(local):
         ({"groups": [None, 3]}, CheckpointError, r"groups\[1\] is a int"),
         ({"model": torch.zeros(3)}, CheckpointError, "model is a Tensor"),
         ({"s": torch.zeros(4, 4)}, CheckpointError, "sparse"),
+        ({"u": ROOM[1:], "v": ROOM[:4]}, KeyCollisionError, "u and v share memory"),
     ],
 )
 def test_what_does_not_fit_is_named(wanted, error, words, local):
-    writer(local).write(local.uri, state() | {"s": torch.eye(4).to_sparse()})
+    writer(local).write(local.uri, state() | ODD)
     with pytest.raises(error, match=words) as caught:
         reader(local).read(local.uri, wanted)
     assert caught.value.uri == local.at("checkpoint_0.pt").uri
