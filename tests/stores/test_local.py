@@ -382,7 +382,7 @@ def test_an_unfinished_file_that_was_swapped_is_not_written_to(store, tmp_path, 
         "put_part": lambda: store.put_part(upload, 2, [memoryview(b"more")], checksum=0),
         "complete_upload": lambda: store.complete_upload(upload, [part], if_version=""),
     }
-    with pytest.raises(InvalidRequestError, match="replaced by another user") as caught:
+    with pytest.raises(InvalidRequestError, match="has replaced the unfinished file") as caught:
         calls[verb]()
     assert caught.value.uri == key.as_uri()
     assert victim.read_bytes() == b"of somebody else"
@@ -417,7 +417,7 @@ def test_what_was_swapped_is_not_published(store, tmp_path, monkeypatch, conditi
         return take(*arguments, **options)
 
     monkeypatch.setattr(os, step[moment], swapped)
-    with pytest.raises(InvalidRequestError, match="replaced by another user"):
+    with pytest.raises(InvalidRequestError, match="has replaced the unfinished file"):
         put(store, key, b"data", **conditions)
     assert victim.read_bytes() == b"of somebody else"
 

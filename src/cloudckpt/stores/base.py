@@ -2,8 +2,8 @@
 
 A store does not repeat a failed request, unless the refusal names what to change (such as
 the credentials or the region), and maps the vendor's errors to :mod:`cloudckpt.errors`; retries,
-parallelism and clean-up are up to the caller. Buffers are never copied: an upload is a sequence of
-memoryviews sent in order, a download fills the caller's memoryviews.
+parallelism and clean-up are up to the caller. Large buffers are not copied: an upload is a sequence
+of memoryviews sent in order, a download fills the caller's memoryviews.
 """
 
 from __future__ import annotations
@@ -68,11 +68,13 @@ class ObjectInfo:
         checksum: The checksum of the bytes, by ``capabilities.checksum``; None if the store did not
             report it.
         modified: The time of the last write, in seconds since 1970 by the store's clock; set by
-            listings, ``head`` and ``get_range``. Some stores report whole seconds only.
+            listings, ``head`` and ``get_range``, None if the store did not report it. Some stores
+            report whole seconds only.
         attempt: The name of the write that made the object, see :meth:`ObjectStore.put`; set by
             ``head``. Empty if the object has none, or the store keeps none.
-        arrived: The time when a local file appeared under its name, in seconds since 1970, which
-            may be later than ``modified``: a copied file may keep the time of the original.
+        arrived: The time of the last change of a local file's bytes, names or permissions (ctime),
+            in seconds since 1970; None for other stores. A copied file may keep the ``modified`` of
+            the original, but not this time.
         answered: The time of the response that described the object, in whole seconds since 1970 by
             the store's clock; set by ``head`` and ``get_range`` of object stores, None for local
             files.
@@ -89,7 +91,7 @@ class ObjectInfo:
 
     @property
     def age(self) -> float | None:
-        """Seconds between the last write and the response, to the second; None if unknown."""
+        """Seconds from the last write to the response, in whole seconds; None if unknown."""
         if self.answered is None or self.modified is None or self.answered < self.modified:
             return None
         return self.answered - self.modified
@@ -102,12 +104,13 @@ class Upload:
     Attributes:
         key: The key that the object will have.
         id: The store's identifier of this upload.
-        part_size: Bytes of every part but the last.
-        began: When it began, in seconds since 1970 by the store's clock; None unless a listing
-            reports it.
-        is_ours: Whether the id shows that cloudckpt began the upload, whatever its key; always
-            False where the store chooses the id.
-        attempt: The name of the write, which `create_upload` chooses and the object will keep.
+        part_size: Bytes of every part but the last; 0 in listings, which do not report it.
+        began: When it began, in seconds since 1970 by the store's clock; for a local file, the time
+            of the last write to it. None unless a listing reports it.
+        is_ours: Whether the id shows that cloudckpt began the upload, whatever its key: True in
+            listings of local files, whose ids are names that cloudckpt gives, else False.
+        attempt: The name of the write, which `create_upload` chooses and the object will keep;
+            empty in listings, and if the store keeps none.
     """
 
     key: str
@@ -175,16 +178,17 @@ class RangeReader(ABC):
         """
 
     def interrupt(self, threads: Collection[int]) -> None:  # noqa: B027 - most need nothing
-        """Breaks the connections of these threads (by identifier); their calls fail soon.
+        """Breaks the connections that these threads are using, so that their calls fail soon.
 
-        Readers whose calls do not wait for a network do nothing.
+        Does nothing in stores without connections. `threads` are identifiers of threads.
         """
 
     def moved(self, threads: Collection[int]) -> Sequence[int] | None:
         """Returns how many bytes each thread's connection has moved since the last call.
 
-        Requests under way are included. The result is None if bytes are not counted: then the
-        effect of adding connections can't be measured.
+        It is 0 for a thread without a request under way, and at the first call for a connection.
+        The result is None if the store or the platform does not count bytes: then the effect of
+        adding connections can't be measured.
 
         Args:
             threads: The identifiers of the threads.
@@ -351,17 +355,17 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
-        """Returns the size, version and attempt of an object.
+        """Returns the description of an object, with its attempt if the store keeps one.
 
         Raises:
             ObjectNotFoundError: If there is no such object.
         """
 
     def look(self, key: str) -> ObjectInfo:
-        """Returns the size and version of the current object, never of an earlier one from a cache.
+        """Returns the description of the current object, never of an earlier one from a cache.
 
-        Unlike `head`, this distinguishes a missing bucket from a missing object on every store: it
-        reads the first byte.
+        It reads the first byte, so that unlike `head`, it distinguishes a missing bucket from a
+        missing object in every store.
 
         Raises:
             ObjectNotFoundError: If the store says that there is no such object.
@@ -388,7 +392,7 @@ class ObjectStore(RangeReader):
         """Returns an object's checksum: the store's, or else one computed from a download.
 
         Raises:
-            PreconditionFailedError: If the object is no longer at ``info.version``.
+            PreconditionFailedError: If the object was replaced since `info` was obtained.
         """
         if info.checksum is not None:
             return info.checksum
@@ -415,8 +419,7 @@ class ObjectStore(RangeReader):
         """Yields the objects and folder names directly beneath `prefix`, page by page.
 
         A folder is a path segment with keys beneath it. Within each page the objects come first,
-        and both are ordered. This takes one request per thousand entries, however many keys are in
-        the folders.
+        then the folders, each in order. The keys within the folders are not requested.
 
         Args:
             prefix: Empty, or ends in a slash.
@@ -476,5 +479,5 @@ name, and some proxies drop headers with underscores.
 
 
 def random_suffix() -> str:
-    """Returns 16 random hexadecimal digits (64 bits), unique across processes and hosts."""
+    """Returns 16 random hexadecimal digits (64 bits), which no other process draws as well."""
     return os.urandom(8).hex()

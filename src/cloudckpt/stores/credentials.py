@@ -60,8 +60,7 @@ class Source(Protocol):
         """Returns the secrets that authorize requests now; fetches or renews them if due.
 
         Raises:
-            CredentialsError: If the credentials can't be used.
-            ConnectionLostError: If they can't be fetched for the moment.
+            StoreError: If they can't be used; a TransientStoreError if they can't be fetched now.
         """
 
     def origin(self) -> Origin:
@@ -91,7 +90,7 @@ class Issued(NamedTuple):
 T = TypeVar("T")
 
 Errors = Callable[[Exception], CloudCheckpointError]
-"""Converts the exceptions of a vendor's SDK, see :func:`fetch_error`."""
+"""Converts an exception of a vendor's SDK to one of cloudckpt's, see :func:`fetch_error`."""
 
 _LONGEST_WAIT = 120.0  # seconds to wait for another thread that looks credentials up
 
@@ -99,8 +98,8 @@ _LONGEST_WAIT = 120.0  # seconds to wait for another thread that looks credentia
 class SharedCall(Generic[T]):
     """A call that one thread at a time makes; threads that ask meanwhile share its outcome.
 
-    The sources of credentials are slow, and refuse many requests at once. If each thread asked in
-    turn, the last one would wait far beyond the deadline of its request.
+    The sources of credentials are slow, and refuse too many requests at a time. If each thread
+    asked in turn, the last one would wait far beyond the deadline of its request.
     """
 
     def __init__(self, call: Callable[[], T], errors: Errors) -> None:
@@ -114,7 +113,8 @@ class SharedCall(Generic[T]):
         """Makes the call, or waits for that of another thread; returns its result.
 
         Raises:
-            StoreError: The error of the call, a copy for each thread.
+            CloudCheckpointError: The converted error of the call, a copy for each thread.
+            ConnectionLostError: If another thread's call takes more than `_LONGEST_WAIT` seconds.
         """
         asked = time.monotonic()
         if not self._lock.acquire(timeout=_LONGEST_WAIT):
@@ -153,6 +153,9 @@ class Credentials:
         Args:
             find: Returns a source from the current environment and files.
             errors: Converts the exceptions of `find` and of the source.
+
+        Raises:
+            CloudCheckpointError: The converted exception of `find`.
         """
 
         def fetch() -> Issued:
@@ -264,7 +267,7 @@ class Access(ABC):
     Attributes:
         url: The URL of the bucket.
         region: The region that requests are signed for; empty where the cloud has none.
-        http_options: The options of connections to it.
+        http_options: The options of connections to the endpoint.
         credentials: The credentials that authorize requests.
     """
 
@@ -292,12 +295,12 @@ _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")
 
 
 def variables() -> dict[str, str]:
-    """Returns the environment variables in which the clouds' own tools look for credentials."""
+    """Returns the variables in which the clouds' own tools look for settings and credentials."""
     return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
 
 
 def take_over(given: Mapping[str, str]) -> None:
-    """Replaces the credentials variables of this process's environment with another process's."""
+    """Makes this process's `variables` those that another process has given."""
     for name in variables().keys() - given.keys():
         del os.environ[name]
     os.environ.update(given)

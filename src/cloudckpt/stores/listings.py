@@ -14,14 +14,14 @@ _PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", 
 
 
 def forget_listings() -> None:
-    """Clears the cached listings of live fsspec file systems of the three clouds.
+    """Clears the listings that fsspec's file systems for S3, Google and Azure have cached.
 
     Call it after a commit and after deletions, in every process that may list. s3fs and similar
     libraries cache a folder's listing indefinitely and notice only their own writes: a trainer that
     looks for old checkpoints through them would never see cloudckpt's, and would keep them all.
 
-    fsspec is not imported for this. File systems created with ``skip_instance_cache`` are not
-    registered anywhere, so their caches stay. Failures are only logged.
+    fsspec is not imported for this. File systems created with ``skip_instance_cache`` keep their
+    listings, as they are not registered anywhere. Failures are only logged.
     """
     base = getattr(sys.modules.get("fsspec.spec"), "AbstractFileSystem", None)
     waiting: list[Any] = [] if base is None else [base]

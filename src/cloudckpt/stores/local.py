@@ -1,12 +1,13 @@
 """``file:///path`` and plain paths: a store on a POSIX file system.
 
-An object appears by one atomic file system operation: a hard link for a new object, a rename for a
-replacement. Its bytes and directory entry are on disk (fsync) before success is reported.
+The bytes are written to an unfinished file in the same folder. It becomes the object by one atomic
+operation: a hard link if the object must not exist yet, else a rename. The bytes and the directory
+entry are on disk (fsync) before success is reported.
 
 Other users may write to the same folders. Symbolic links to files, and a link given as the location
 itself, are followed; listings leave out linked folders beneath it, so that deleting a run deletes
-nothing elsewhere. An unfinished file that somebody has replaced is neither written to nor
-published.
+nothing elsewhere. An unfinished file that somebody has replaced is neither written to nor made an
+object.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class LocalStore(ObjectStore):
         return upload
 
     def _begin(self, key: str, part_size: int) -> tuple[Upload, int]:
-        """Creates an unfinished file; returns the upload and the file's descriptor."""
+        """Creates an unfinished file; returns the upload and the file's open descriptor."""
         path = Path(key)
         temporary = path.parent / unfinished_name(path.name)
         with self._errors(key):
@@ -127,8 +128,10 @@ class LocalStore(ObjectStore):
         """Opens an unfinished file, possibly begun by another process; yields its descriptor.
 
         Raises:
-            InvalidRequestError: If somebody has replaced it with a symbolic link, or with a file
-                that has another name elsewhere: data written through it would be lost.
+            InvalidRequestError: If it was replaced with something else than a file, such as a
+                symbolic link, or has a second name (hard link): what is written through it would
+                also appear there.
+            ObjectNotFoundError: If it was deleted.
         """
         with self._errors(upload.key):
             try:
@@ -148,9 +151,8 @@ class LocalStore(ObjectStore):
 
     def _is_swapped(self, upload: Upload, *, certain: bool = True) -> InvalidRequestError:
         return InvalidRequestError(
-            "the unfinished file was replaced by another user who may write to this folder; "
-            "nothing was written through the replacement. Save to a folder that others may not "
-            "write to",
+            "another user or program has replaced the unfinished file, or made a hard link to it, "
+            "so nothing more was written to it. Save to a folder that others may not write to",
             uri=self.uri(upload.key),
             cause=Path(upload.id).name,
             certain=certain,
@@ -326,7 +328,16 @@ class LocalStore(ObjectStore):
         return written
 
     def _publish(self, upload: Upload, file: int, if_version: str | None) -> ObjectInfo:
-        """Makes an unfinished file appear; ``if_version`` is as in :meth:`complete_upload`."""
+        """Makes an unfinished file appear under its key, with its bytes and entry on disk.
+
+        Args:
+            upload: The upload whose file it is.
+            file: The descriptor of the file.
+            if_version: As in :meth:`complete_upload`.
+
+        Raises:
+            CommitUnknownError: If the file has appeared, but may not be on disk.
+        """
         key, is_published, if_absent = upload.key, False, if_version == ""
         with self._errors(key):
             os.fsync(file)
@@ -404,8 +415,9 @@ class LocalStore(ObjectStore):
                         certain=True,
                     ) from exc
             raise InvalidRequestError(
-                "the file system did not confirm that the file exists under its name; check "
-                "that it does before you go on",
+                "the file system reported an error when the written file was moved to its name, "
+                "and it is unknown whether the file there is the new one: check its size and time, "
+                "or write it again",
                 uri=self.uri(key),
                 cause=exc,
             ) from exc
@@ -417,7 +429,10 @@ class LocalStore(ObjectStore):
             return None
 
     def _walk(self, prefix: str) -> Iterator[Path]:
-        """Yields the files in and beneath the folder of `prefix`, in the order of keys."""
+        """Yields the files whose paths begin with `prefix`, and unfinished files, in order.
+
+        The unfinished files are those in and beneath the folder in which `prefix` ends.
+        """
         folder, _, name = prefix.rpartition("/")
         with self._errors(prefix):
             yield from files_in(f"{folder}/", name)
@@ -429,9 +444,10 @@ class LocalStore(ObjectStore):
         except StoreError:
             raise
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:
-            raise ObjectNotFoundError(
-                "there is no such file; check the location", uri=self.uri(key), certain=True
-            ) from exc
+            why = "there is no such file; check the location"
+            if UNFINISHED in str(exc.filename):
+                why = "the unfinished file was deleted: find what deletes files here and save again"
+            raise ObjectNotFoundError(why, uri=self.uri(key), certain=True) from exc
         except PermissionError as exc:
             raise AccessDeniedError(
                 "this user may not read or write here: check the owner and the permissions",

@@ -44,15 +44,17 @@ _OF_FSCK = "lost+found"  # the file system's own folder, which only root may lis
 def files_in(folder: str, prefix: str = "") -> Iterator[Path]:
     """Yields the files in and beneath a folder, sorted; each folder is listed when it is reached.
 
+    A folder that does not exist yields nothing, nor does a ``lost+found``, which only root may
+    list.
+
     Args:
         folder: The folder.
-        prefix: The beginning of the names to yield or descend into; applies to `folder` itself
-            only, and not to unfinished files.
+        prefix: Only files and folders of `folder` itself whose names begin with this are yielded or
+            entered; unfinished files are always yielded.
 
     Raises:
-        OSError: If a folder can't be listed: if it were taken for empty, a training job would start
-            from scratch although its checkpoints exist. A folder that does not exist is empty, and
-            so is ``lost+found``, which only root may list.
+        OSError: If another folder can't be listed: if it were taken for empty, a training job would
+            start from scratch although its checkpoints exist.
     """
     try:
         names = names_in(folder)
@@ -75,7 +77,7 @@ def files_in(folder: str, prefix: str = "") -> Iterator[Path]:
 def names_in(folder: str) -> list[str]:
     """Returns the names in a folder; the names of folders end in a slash.
 
-    Symbolic links to folders and broken links are left out.
+    Broken symbolic links are left out, and links to folders too, with a warning.
     """
     names = []
     with os.scandir(folder) as entries:
@@ -91,7 +93,7 @@ def names_in(folder: str) -> list[str]:
 
 @functools.cache
 def _warn_left_out(folder: str) -> None:
-    """Logs, once per process, that listings leave out symbolic links to folders in this folder."""
+    """Logs, once per folder and process, that listings leave out its links to folders."""
     logger.warning(
         "%s contains symbolic links to folders, which listings leave out. Load checkpoints in them "
         "by their own URIs; to have them listed, replace the links by the folders or by mounts",
@@ -100,7 +102,7 @@ def _warn_left_out(folder: str) -> None:
 
 
 def unfinished_name(name: str) -> str:
-    """Returns a new name for an unfinished file; it ends in `name`, cut to the length limit."""
+    """Returns a new name for an unfinished file; it ends in `name`, cut if it would be too long."""
     start = f"{UNFINISHED}{random_suffix()}-"
     encoded, room = name.encode(errors="surrogateescape"), _LONGEST_NAME - len(start)
     return start + (name if len(encoded) <= room else encoded[:room].decode(errors="ignore"))
@@ -115,7 +117,7 @@ def may_have_files(folder: str) -> bool:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder and its missing parents; their directory entries are on disk on return.
+    """Creates a folder and its missing parents; the new entries are on disk on return.
 
     A folder that others may write to but not list, such as shared scratch space, can't be opened
     for an fsync. Then the new folder is synchronized instead: journaling file systems write its
@@ -152,7 +154,7 @@ def _sync(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `folder` (flock); new entries of the folder are on disk on exit.
+    """Holds an exclusive lock on `folder` (flock) during the block, then puts its entries on disk.
 
     Raises:
         InvalidRequestError: If another writer holds the lock for `_LOCK_PATIENCE` seconds, or the

@@ -61,16 +61,18 @@ _VARIABLES = (
 
 
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
-    """Returns a text of any origin with all credentials replaced by ``***``, at full length."""
+    """Returns a text with ``***`` in place of every known or recognized credential; nothing is cut.
+
+    Known are `secrets` and the values of the clouds' environment variables.
+    """
     return _without(text, _known(secrets))
 
 
 def excerpt(text: str, secrets: Iterable[str] = (), *, most: int = _LONGEST_WORD) -> str:
     """Returns a server's, proxy's or SDK's text without credentials and cut to `most` characters.
 
-    Every text received from the network passes through here before it becomes part of an error: the
-    error is sent to all ranks and logged there, and a megabyte-sized page would be sent to each of
-    them.
+    An error is sent to all ranks and logged by each of them, so that a server's page of a megabyte
+    must not become part of it.
     """
     known = _known(secrets)
     # the cut may split a secret in two, which would then no longer be recognized: examine more
@@ -93,7 +95,7 @@ def _without(text: str, known: Iterable[str]) -> str:
 
 
 def _known(secrets: Iterable[str]) -> list[str]:
-    """Returns every spelling of the known secrets, the longest first."""
+    """Returns every spelling of `secrets` and the environment's secrets, the longest first."""
     values = {value for name in _VARIABLES if (value := os.environ.get(name))} | set(secrets)
     return sorted({form for value in values for form in _forms(value)}, key=len, reverse=True)
 
@@ -107,7 +109,7 @@ def _proxy_users() -> Iterator[str]:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """Yields the spellings (quoted, escaped) of a secret, or of a connection string's secrets."""
+    """Yields the spellings (quoted, escaped) of a secret, and of secrets in a connection string."""
     parts = re.findall(r"\b(?:sig|AccountKey)=([^&;\s]+)", value)
     for one in (value, value.strip(), *parts, *map(unquote, parts)):
         quoted = (quote(one, safe, errors="surrogatepass") for safe in ("/", ""))
@@ -117,7 +119,7 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def reason(exc: BaseException, secrets: Iterable[str] = ()) -> str:
-    """Returns ``class: message`` of an exception, redacted and cut as by :func:`excerpt`."""
+    """Returns an exception's class and message, the message without credentials and cut."""
     return f"{type(exc).__name__}: {excerpt(str(exc), secrets)}"
 
 
@@ -149,7 +151,7 @@ def _beneath(error: BaseException) -> Iterator[BaseException]:
 
 
 def raise_without_context(error: BaseException) -> NoReturn:
-    """Raises an error without a ``__context__``, so that it does not lead to the handled exception.
+    """Raises an error without a ``__context__``, which would hold the exception being handled.
 
     ``raise … from None`` only hides the handled exception: it stays in ``__context__``, where
     loggers and debuggers find it.

@@ -22,8 +22,8 @@ class Meaning(NamedTuple):
     """An entry of a vendor's table: the exception that some error codes stand for.
 
     A code needs an entry only if its HTTP status alone would give the wrong exception class, or if
-    the usual message of the class does not say enough. The store's own words are always shown as
-    well.
+    the usual message of the class does not say enough. The store's own words are shown as well, in
+    the error's cause.
 
     Attributes:
         codes: A regular expression for the error codes; or an HTTP status, which then applies to
@@ -118,9 +118,10 @@ class Refusal(NamedTuple):
         code: The error code in the vendor's format; empty if the response has none.
         words: Further texts of the response, for the message.
         alias: The error code to look up in place of a misleading `code`; empty if it is right.
-        is_foreign: Whether a response such as this, if it has no error code, can't come from a
-            store of this vendor.
-        permission: The permission without which the vendor denies reads of missing objects.
+        is_foreign: Whether stores of this vendor give an error code in such a response, so that one
+            without a code comes from a proxy or a gateway.
+        permission: The permission without which the store answers a read of a missing object with
+            "access denied".
     """
 
     code: str
@@ -141,7 +142,7 @@ def refusal(
     """Returns the exception for an error response: by its error code, else by its HTTP status.
 
     A 429 is always a ThrottledError: its code may name a quota or a denial, which would end a job
-    that succeeds a minute later. A 404 without an error code may come from a gateway rather than
+    that could go on a minute later. A 404 without an error code may come from a gateway rather than
     the store (`is_foreign`). If such a 404 were believed, a training job would start from
     scratch although its checkpoints exist, and a sweep would delete the objects of an intact
     checkpoint.
@@ -226,13 +227,13 @@ def _is_certain(code: str, status: int, kind: type[StoreError], *, is_known: boo
 
 
 def _ahead(headers: Mapping[str, str]) -> float | None:
-    """Returns the seconds by which this machine's clock is ahead of a response's date, or None."""
+    """Returns how many seconds this clock is ahead of a response's date; None without a date."""
     date = http_date(headers.get("date", ""))
     return None if date is None else time.time() - date
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Returns the seconds to wait that a response asks for; None if it does not.
+    """Returns the seconds to wait that a response asks for; None if it asks for no wait.
 
     ``Retry-After`` is a number of seconds or a date. A date is compared with the response's own
     ``Date`` header, as this machine's clock may be wrong. The names of `headers` are in lower case.

@@ -60,7 +60,7 @@ _OPENERS: dict[str, Callable[[], _Opener]] = {
 
 
 class _Slot:
-    """Holds an open store; while it is opened, only threads that need this store wait."""
+    """A store, None until it is opened; its lock is held meanwhile, and only for this store."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -91,7 +91,8 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
 
     Raises:
         StoreError: If there are no usable credentials.
-        ConfigError: If the options or variables are invalid for this store, or name no account.
+        ConfigError: If the options or variables are invalid for this store, or for Azure, if
+            neither they nor the URI name an account.
         MissingDependencyError: If the store's packages are not installed.
     """
     key = (os.getpid(), uri.root, config)

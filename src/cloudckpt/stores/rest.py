@@ -71,7 +71,7 @@ Marks = tuple[str, ...]
 """The position where a page of a listing begins, in the store's terms; empty for the first page."""
 
 Page = tuple[Sequence[ObjectInfo], Sequence[str]]
-"""A page of a listing: its objects, and its folders by their full prefixes."""
+"""A page of a listing: its objects, and the full prefixes of its folders, such as ``a/b/``."""
 
 _MOST_SKEW = 120.0  # seconds of clock difference; stores tolerate five to fifteen minutes
 _BUSY = 60.0  # seconds after a 429 or 503 during which the store is taken for throttling
@@ -83,7 +83,7 @@ _EMPTY = re.compile("=(?=&|$)")  # after a parameter without a value
 
 
 class Signed(NamedTuple):
-    """A signed request: the final URL, all headers, and the credentials that signed it."""
+    """A signed request: the final URL, all headers, and the source and secrets that signed it."""
 
     url: str
     headers: Mapping[str, str]
@@ -98,8 +98,8 @@ class RestStore(ObjectStore):
     """A store whose objects are read with GET, HEAD and Range requests.
 
     A request refused for its credentials is sent a second time if a new lookup in the environment,
-    files and services yields other credentials. If the lookup yields the same credentials, but the
-    store accepted them before, the refusal is raised as a transient error.
+    files and services yields other credentials. If it does not, but an earlier request succeeded,
+    the refusal is raised as a transient error: the new credentials may not have arrived yet.
 
     Attributes:
         access: The endpoint and credentials of the bucket.
@@ -107,7 +107,7 @@ class RestStore(ObjectStore):
         version_header: The header that carries an object's version.
         copy_headers: The headers of a copy, without those that name its source and its attempt.
         renewable: The error classes after which other credentials may help.
-        public_secrets: The number of leading secrets that may appear in messages, as they are
+        public_secrets: How many of the secrets, from the first, may appear in messages, as they are
             public identifiers.
     """
 
@@ -130,7 +130,7 @@ class RestStore(ObjectStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        """Returns the exception for an error response; looks `headers` up by lower-case names."""
+        """Returns the exception for an error response; reads `headers` by lower-case names."""
 
     @contextlib.contextmanager
     def _naming_source(self, source: CopySource) -> Iterator[None]:
@@ -157,7 +157,7 @@ class RestStore(ObjectStore):
         return self.exchange("GET", self.object_url(key), headers, key=key)
 
     def write_headers(self, attempt: str, if_version: str | None = None) -> dict[str, str]:
-        """Returns the headers with a write's name, if not empty, and its condition; see `put`."""
+        """Returns the headers that carry a write's `attempt` and `if_version`, see `put`."""
         named = {self.metadata_prefix + ATTEMPT: attempt} if attempt else {}
         if if_version is None:
             return named
@@ -203,7 +203,7 @@ class RestStore(ObjectStore):
         final error is certain only if the errors of all attempts are.
 
         Raises:
-            StoreError: For any other status, or if the block can't parse the response.
+            StoreError: For any other status, if no response comes, or if the block can't parse it.
         """
         uri, waiting = f"{self.root}/{key}", current()
         was_certain, seen = True, set[type[StoreError]]()
@@ -266,7 +266,8 @@ class RestStore(ObjectStore):
         """Signs a request, after fetching credentials if necessary.
 
         Raises:
-            StoreError: As :meth:`Credentials.get`; certain, as nothing was sent.
+            StoreError: If there are no usable credentials, or the key has a segment ``.`` or
+                ``..``; ``certain``, as nothing was sent.
         """
         if not {".", ".."}.isdisjoint(key.split("/")):
             raise InvalidRequestError(
@@ -292,8 +293,9 @@ class RestStore(ObjectStore):
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
         """Returns whether a refused request may succeed if it is signed and sent again.
 
-        It may succeed with other credentials; without the Expect header, if the server does not
-        support that; or with a new signature, if the old one expired before the request arrived.
+        It may succeed with other credentials, which are looked up here; without the Expect header,
+        if the server does not support that; or with a new signature, if the old one expired before
+        the request arrived.
 
         Args:
             refused: The refusal.
@@ -320,12 +322,19 @@ class RestStore(ObjectStore):
             yield from (folder.removeprefix(prefix).rstrip("/") for folder in folders)
 
     def _pages(self, prefix: str, delimiter: str, retry: Retry) -> Iterator[Page]:
-        """Yields the pages of a listing; keys beyond `delimiter` are grouped into folders."""
+        """Yields the pages of the keys under `prefix`.
+
+        Keys with `delimiter` after the prefix are grouped into folders, unless it is empty.
+        """
         return self._all_pages(prefix, functools.partial(self._page, prefix, delimiter), retry)
 
     @abstractmethod
     def _page(self, prefix: str, delimiter: str, marks: Marks) -> tuple[Page, Marks | None]:
-        """Requests one page of a listing, see `_all_pages`."""
+        """Requests the page of a listing that begins at `marks`.
+
+        Returns:
+            The page, and the marks of the next page; None after the last.
+        """
 
     def _all_pages(
         self, prefix: str, ask: Callable[[Marks], tuple[P, Marks | None]], retry: Retry
@@ -360,7 +369,7 @@ class RestStore(ObjectStore):
             yield page
 
     def new_object_headers(self, checksum: int) -> dict[str, str]:
-        """Returns the headers of a request that writes an object, without those of conditions."""
+        """Returns the headers of a `put`, without `write_headers`; `checksum` is the body's."""
         raise NotImplementedError
 
     def put(
@@ -400,7 +409,11 @@ class RestStore(ObjectStore):
     def _copied(
         self, source: CopySource, key: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str | None, int | None]:
-        """Sends a PUT that copies an object; returns the copy's ETag and checksum, if any."""
+        """Sends a PUT that copies an object.
+
+        Returns:
+            The copy's ETag and checksum; None, or an empty ETag, if the response has none.
+        """
         raise NotImplementedError
 
     def get(self, key: str, *, limit: int = MOST_READ) -> tuple[bytearray, ObjectInfo]:
@@ -468,7 +481,7 @@ class RestStore(ObjectStore):
 
     def delete(self, key: str, *, if_version: str | None = None) -> None:
         if if_version is not None and not self.capabilities.conditional_deletes:
-            # a store that ignores the condition does not delete what was replaced before this
+            # so that a store which ignores the condition deletes nothing that was replaced earlier
             try:
                 found = self.head(key)
             except ObjectNotFoundError:
@@ -483,7 +496,7 @@ class RestStore(ObjectStore):
 
     @abstractmethod
     def _delete(self, key: str, if_version: str | None) -> None:
-        """Deletes an object; a missing object is not an error. The store may ignore the version."""
+        """Deletes an object; a missing object is not an error. `if_version` may be ignored."""
 
     def origin(self) -> Origin:
         """Returns where the credentials come from, after fetching them if necessary.
@@ -521,8 +534,9 @@ def encode_query(query: Mapping[str, str]) -> str:
 def reading(uri: str) -> Iterator[None]:
     """Converts whatever the block raises while it parses a response to a retryable ServerError.
 
-    All parsing of received data happens within such a block, so parsers need no checks for
-    malformed responses. Errors of cloudckpt and exceptions of ``progress`` pass unchanged.
+    All parsing of received data happens within such a block, so parsers may raise anything for a
+    malformed response. Errors of cloudckpt, exceptions of ``progress`` and MemoryErrors pass
+    unchanged.
     """
     try:
         yield
@@ -537,7 +551,10 @@ def reading(uri: str) -> Iterator[None]:
 
 
 def iso_date(text: str) -> float | None:
-    """Converts an RFC 3339 time to seconds since 1970; None if it is not one."""
+    """Converts an ISO 8601 time to seconds since 1970; None if it can't be parsed.
+
+    A time without an offset or ``Z`` is taken for local time.
+    """
     try:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError):
@@ -545,7 +562,10 @@ def iso_date(text: str) -> float | None:
 
 
 def http_date(text: str) -> float | None:
-    """Converts the date of an HTTP header to seconds since 1970; None if it is not a date."""
+    """Converts the date of an HTTP header to seconds since 1970; None if it can't be parsed.
+
+    A date without a time zone is taken for UTC.
+    """
     try:
         date = parsedate_to_datetime(text)
         return (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()

@@ -59,8 +59,9 @@ def unqualified(body: bytes, name: str = "") -> Element:
             taken for an empty listing.
 
     Raises:
-        ServerError: If the root has another tag.
-        Exception: If the body is not valid XML; :func:`~.rest.reading` turns it into a ServerError.
+        ServerError: If the root has another tag than `name`.
+        Exception: If the body is not valid XML, or is refused; :func:`~.rest.reading` turns it into
+            a ServerError.
     """
     if b"\0" in body or b"<!DOCTYPE" in body or body.count(b"<") > _MOST_TAGS:
         raise ElementTree.ParseError(
@@ -210,7 +211,11 @@ class XmlStore(RestStore):
             yield from uploads
 
     def _uploads_page(self, prefix: str, marks: Marks) -> tuple[list[Upload], Marks | None]:
-        """Requests one page of a listing of uploads, see `_all_pages`."""
+        """Requests the page of a listing of uploads that begins at `marks`.
+
+        Returns:
+            The page, and the marks of the next page; None after the last.
+        """
         named = zip(("key-marker", "upload-id-marker"), marks, strict=False)
         more = {name: mark for name, mark in named if mark}
         query = {"uploads": "", "encoding-type": "url", "prefix": prefix, **more}

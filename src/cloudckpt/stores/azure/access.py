@@ -98,7 +98,7 @@ _SIGNED = (  # signed in this order, whether sent or not
 
 
 class ContainerAccess(Access):
-    """The endpoint and credentials of a container, determined in the way of Azure's SDKs.
+    """The endpoint and credentials of a container, determined as Azure's SDKs do.
 
     Attributes:
         container: The container's name.
@@ -168,7 +168,9 @@ class ContainerAccess(Access):
         return self._endpoint == other._endpoint
 
     def as_source(self, key: str) -> tuple[str, str | None]:
-        """Returns a URL from which the store can read a blob, and an Authorization header or None.
+        """Returns a URL from which the store can read a blob, and an Authorization header for it.
+
+        The header is None if the URL is enough: it holds a signature, or the blob is public.
 
         Raises:
             StoreError: If there are no credentials, or they can't be renewed.
@@ -233,8 +235,8 @@ class _Tokens:
     """Access tokens of Microsoft Entra ID, which azure-identity fetches.
 
     One thread at a time asks for a token: the source may be a slow program (``az``), or fail to
-    respond. Meanwhile, and if the renewal fails, the previous token is used as long as it is valid:
-    half a day with a managed identity.
+    respond. Meanwhile, and if the renewal fails, the previous token is used as long as it is valid,
+    with a managed identity for another half a day.
     """
 
     def __init__(self, config: Config, uri: str, note: str, errors: Errors) -> None:
@@ -294,10 +296,10 @@ class _Tokens:
 
 
 class _SharedKey(Secret):
-    """Signs requests to an account's blobs with its key; sends neither key nor reusable token.
+    """An account key, which signs each request and is never sent.
 
-    A shared access signature made from the key would be tied to an API version that not every Azure
-    cloud supports, and to the account's policy.
+    Only copies use a shared access signature made from it, see `sas_of`: such signatures are tied
+    to an API version that not every Azure cloud supports, and to the account's policy.
     https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key
     """
 
@@ -388,7 +390,7 @@ def _from_environment(container: str, uri: str) -> _Given:
 
 
 def _end_of(sas: str) -> float | None:
-    """Returns when a shared access signature expires; None if a stored policy determines it."""
+    """Returns when a shared access signature expires; None if it does not say, or not readably."""
     ends = dict(parse_qsl(sas)).get("se", "")
     if "T" not in ends:
         ends += "T00:00:00Z"  # it expires at the beginning of that day
@@ -443,9 +445,9 @@ def _account_of(endpoint: str) -> str:
 
 
 def _are_together(one: str, other: str) -> bool:
-    """Returns False if two endpoints are known to be in different clouds.
+    """Returns False if two endpoints are known to be in different clouds or DNS zones.
 
-    Accounts of the same name in different clouds are different accounts.
+    Accounts of the same name in two of them are different accounts.
     """
     clouds = [_CLOUD.search(urlsplit(endpoint).hostname or "") for endpoint in (one, other)]
     return None in clouds or len({cloud and cloud.group("zone", "suffix") for cloud in clouds}) == 1

@@ -23,10 +23,10 @@ _UNFIT = (
 
 
 def check_blob(root: str, name: str) -> None:
-    """Raises an error unless Azure would store a blob under exactly this name.
+    """Refuses a blob's name that Azure would change.
 
     Raises:
-        InvalidRequestError: If Azure would change the name.
+        InvalidRequestError: If Azure would change the name, or UTF-8 can't encode it.
     """
     if why := _why_unfit(name):
         raise InvalidRequestError(
@@ -37,10 +37,10 @@ def check_blob(root: str, name: str) -> None:
 
 
 def check_location(uri: CheckpointURI) -> None:
-    """Raises an error unless Azure would store objects under exactly this location.
+    """Refuses a location whose name Azure would change.
 
     Raises:
-        InvalidURIError: If Azure would change the name.
+        InvalidURIError: If Azure would change the name, or UTF-8 can't encode it.
     """
     if why := _why_unfit(uri.prefix):
         raise InvalidURIError(f"{str(uri)!r}: the name {why}; choose another location")

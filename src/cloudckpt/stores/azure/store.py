@@ -205,7 +205,7 @@ class AzureStore(RestStore):
             self.delete(upload.key)
 
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
-        """Yields uploads that have sent blocks of a new blob, and all uploads of this process.
+        """Yields uploads that have sent blocks of a new blob, and all open uploads of this process.
 
         Uploads by other processes that would replace a blob are left out: finding them would take a
         request for each blob.
@@ -233,7 +233,7 @@ class AzureStore(RestStore):
             return []  # completed or aborted since the listing
 
     def _check_open(self, upload: Upload) -> None:
-        """Raises an error for an aborted upload, so that a late part does not revive it."""
+        """Raises ObjectNotFoundError if this process aborted the upload: a part would revive it."""
         if upload.id in self._aborted:
             why = "the upload was aborted before, so nothing was sent; save again"
             raise ObjectNotFoundError(why, uri=self.uri(upload.key))
@@ -251,7 +251,13 @@ class AzureStore(RestStore):
     def _page(
         self, prefix: str, delimiter: str, marks: Marks, include: str = ""
     ) -> tuple[Page, Marks | None]:
-        """Requests one page of a listing, see `_all_pages`; parses it faster than Azure's SDK."""
+        """Requests the page of a listing that begins at `marks`.
+
+        If `include` is "uncommittedblobs", blobs that have only uncommitted blocks are listed, too.
+
+        Returns:
+            The page, and the marks of the next page; None after the last.
+        """
         query = {
             "restype": "container",
             "comp": "list",
@@ -323,7 +329,7 @@ class AzureStore(RestStore):
 
 
 def block_id(upload: Upload, number: int) -> str:
-    """Returns the identifier of an upload's block, unique among all uploads."""
+    """Returns the identifier of an upload's block `number`; no other upload's block has it."""
     return base64.b64encode(f"{upload.id}{number:0{_NUMBER}}".encode("ascii")).decode("ascii")
 
 
@@ -347,7 +353,7 @@ def _present(headers: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _name(blob: Element) -> str:
-    """Returns the name of a listed blob; decoded if Azure encoded it for XML."""
+    """Returns the name of a listed blob, decoded if Azure encoded it for XML; empty if missing."""
     element = blob.find("Name")
     if element is None:
         return ""

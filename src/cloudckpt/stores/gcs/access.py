@@ -87,7 +87,7 @@ class BucketAccess(Access):
         self.credentials = Credentials(find, errors)
 
     def shares_realm(self, other: BucketAccess) -> bool:
-        """Returns whether one request may involve both buckets: same endpoint, same user."""
+        """Returns whether one request may involve both buckets: same endpoint and credentials."""
         return (self.endpoint, self._is_anonymous) == (other.endpoint, other._is_anonymous)
 
     def authorize(
@@ -106,7 +106,7 @@ def _universe() -> str:
 def _endpoint(options: GCSOptions) -> tuple[str, bool]:
     """Returns the endpoint's URL, and whether it is trusted with credentials.
 
-    Emulators and endpoints with plain http are not trusted.
+    Not trusted are plain http, and the emulator that STORAGE_EMULATOR_HOST names.
     """
     if options.endpoint_url is not None:
         url = options.endpoint_url.rstrip("/")
@@ -121,8 +121,8 @@ def _endpoint(options: GCSOptions) -> tuple[str, bool]:
 def _check_universe(universe: str, endpoint: str, host: str, uri: str) -> None:
     """Raises CredentialsError if the credentials belong to another cloud than the endpoint.
 
-    Clouds that others run with Google's technology ("universes") do not know each other's accounts.
-    A token sent to another universe is exposed to strangers, and refused without a reason.
+    Clouds that others run with Google's technology ("universes") have separate accounts. A token
+    sent to another universe is exposed to strangers, and refused without a reason.
     """
     known = (_universe(), "googleapis.com")
     domain = next((name for name in known if host.endswith(f".{name}")), _universe())
@@ -250,7 +250,7 @@ def _find(uri: str) -> google.auth.credentials.Credentials:
 
 
 def _is_transient(exc: Exception) -> bool:
-    """Returns whether a failed lookup of credentials may succeed later, as it was transient."""
+    """Returns whether a service of credentials did not respond, or asked to retry later."""
     chain = list(causes(exc))
     # an invalid request, which was never sent
     if any(isinstance(inner, ValueError) for inner in chain):

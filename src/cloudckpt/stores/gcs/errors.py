@@ -23,10 +23,10 @@ _LONGEST_BODY = 64 * 1024
 _LONGEST_TEXT = 500
 _OWN_TEXT = re.compile(r"No such object|bucket does not exist|storage\.\w+\.\w+|requester pays")
 _OF_EMULATORS = re.compile(rb"Not Found|.*\bdomain\W+global\b.*", re.DOTALL)
-"""The error bodies of emulators that lack a reason in Google's format.
+"""The error bodies of emulators that have no reason in Google's format.
 
-fake-gcs-server sends the first for reads, storage-testbench the second for all requests: an error
-nested in another.
+fake-gcs-server sends the first for reads, storage-testbench the second (an error nested in another)
+for all requests.
 """
 
 _MEANINGS = (
@@ -67,8 +67,8 @@ def from_answer(
 ) -> StoreError:
     """Returns the exception for an error of the JSON or XML API.
 
-    The names of `headers` are looked up in lower case. `is_google` tells whether the endpoint is
-    Google's own rather than an emulator.
+    `headers` are read by lower-case names. `is_google` tells whether the endpoint is Google's own
+    rather than an emulator.
     """
     body = _decompressed(headers, body)
     reason, message = _fields(body)
@@ -82,10 +82,10 @@ def from_answer(
 
 
 def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
-    """Returns whether a response without a reason can't come from the store, see :func:`refusal`.
+    """Returns whether an error body, if it has no reason, can't come from the store: see `refusal`.
 
-    Google refuses reads by a plain text that has no reason, gcp-storage-emulator by an empty
-    body.
+    Bodies without a reason that stores send are Google's plain `message` to reads, the empty body
+    of gcp-storage-emulator, and those of `_OF_EMULATORS`.
     """
     if body[:1] == b"<":
         return True
@@ -95,7 +95,7 @@ def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
 
 
 def _decompressed(headers: Mapping[str, str], body: bytes) -> bytes:
-    """Returns a body decompressed if its headers say that it was compressed for the transfer."""
+    """Returns the body, or the first 64 KiB of its content if the headers say that it is gzip."""
     if headers.get("content-encoding") == "gzip":
         with contextlib.suppress(zlib.error):
             return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(body, _LONGEST_BODY)
@@ -103,7 +103,7 @@ def _decompressed(headers: Mapping[str, str], body: bytes) -> bytes:
 
 
 def _fields(body: bytes) -> tuple[str, str]:
-    """Returns the reason (or code) and the message of an error; empty for other bodies."""
+    """Returns the reason (or code) and the message of an error body; empty texts where missing."""
     begin = body.lstrip()[:1]
     if begin == b"<":
         fields = error_fields(body)

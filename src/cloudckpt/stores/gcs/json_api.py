@@ -102,7 +102,7 @@ def answer_of(reply: Reply) -> dict[str, Any]:
 
 
 def generation(version: str) -> str:
-    """Returns `version` if it is a number; else a generation that no object has."""
+    """Returns `version` if it is a number; else a number that no object's generation has."""
     return version if version.isascii() and version.isdigit() else _NO_GENERATION
 
 

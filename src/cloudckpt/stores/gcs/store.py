@@ -244,7 +244,8 @@ class GCSStore(XmlStore):
     def _url(self, path: str, query: Mapping[str, str]) -> str:
         """Returns a URL of the JSON API; slashes within names in `path` must be encoded.
 
-        The option ``user_project`` is added to the query, as the API demands.
+        Empty values are left out of the query; the option ``user_project`` is added, as the API
+        demands.
         """
         given = {name: value for name, value in query.items() if value}
         if self._options.user_project is not None:

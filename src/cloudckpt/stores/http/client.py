@@ -1,4 +1,4 @@
-"""A zero-copy HTTP client for the cloud stores, on top of urllib3.
+"""An HTTP client on top of urllib3 that copies no large buffers, for the cloud stores.
 
 urllib3 manages connections, TLS and proxies. This module sends bodies that are lists of memoryviews
 and receives responses straight into memoryviews, in few system calls.
@@ -155,7 +155,7 @@ class Reply:
 
         Raises:
             RangeNotSatisfiableError: If the object ends before the range does.
-            ServerError: If the response holds another range.
+            ServerError: If the response holds other bytes than the range.
             ValueError: If headers of the response are missing or can't be parsed.
         """
         wanted = f"{start}-{start + size - 1}"
@@ -235,7 +235,7 @@ class Reply:
         return data
 
     def _received(self, limit: int) -> tuple[bytes, ConnectionLostError | None]:
-        """Returns the first `limit` bytes of the body, and an error if that is not all of it.
+        """Returns the first `limit` bytes of the body, and an error, or None if that is all of it.
 
         Each chunk of a chunked body counts as progress: S3 sends white space while it assembles an
         object from its parts.
@@ -394,7 +394,7 @@ class HttpClient:
             self._calls.pop(thread, None)
 
     def interrupt(self, threads: Collection[int]) -> None:
-        """Breaks the connections of these threads (by identifier); their requests fail soon."""
+        """Implements :meth:`~cloudckpt.stores.base.RangeReader.interrupt`."""
         for thread in threads:
             call = self._calls.get(thread)
             if call is not None and call.connection is not None:
@@ -463,7 +463,7 @@ _WHOLE = re.compile("[0-9]{1,18}")
 
 
 def whole_number(text: str | None) -> int:
-    """Parses a size in bytes from a response; raises ValueError unless it has 1 to 18 digits."""
+    """Parses a size in bytes from a response; raises ValueError unless it is 1 to 18 digits."""
     if text is None or not _WHOLE.fullmatch(text):
         raise ValueError("a size in the response is missing or invalid")
     return int(text)

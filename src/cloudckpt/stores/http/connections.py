@@ -109,7 +109,7 @@ def _beneath(connection: Connection) -> socket.socket | None:
 
 
 def _count(sock: socket.socket | None, *counters: Counter) -> int | None:
-    """Returns the sum of the kernel's byte counters of a socket; None if not available."""
+    """Returns the sum of these byte counters of a socket; None if the kernel does not count."""
     end = Counter.RECEIVED.value + 8
     if sock is None or _TCP_INFO is None:
         return None
@@ -357,10 +357,10 @@ class WatchedConnection(http.client.HTTPConnection):
     raw_sock: socket.socket | None = None
 
     def close(self) -> None:
-        """Closes the connection, its last response, and a response that has begun.
+        """Closes the connection, its last response, and one that began while a request was sent.
 
-        Such a response would keep the socket open: the connection forgets its socket if the
-        response ends with it, and also if the watch cut the headers off.
+        http.client hands the socket over to a response that ends with the connection, or whose
+        headers the watch cut off; the socket would then stay open with the response.
         """
         super().close()
         early, self.early = self.early, None
@@ -402,7 +402,7 @@ class _Sending(WatchedConnection):
     def response_class(  # type: ignore[override]
         self, sock: socket.socket, debuglevel: int = 0, method: str | None = None
     ) -> http.client.HTTPResponse:
-        """Returns the object that reads the next response, which may have begun."""
+        """Returns the object that reads the next response: the one that has begun, or a new one."""
         early, self.early = self.early, None
         return Response(sock, debuglevel, method) if early is None else early
 

@@ -57,8 +57,9 @@ def early_response(sock: socket.socket) -> tuple[Response | None, bool]:
     """Waits up to a second for the server's response to headers whose body was not sent yet.
 
     Returns:
-        The response, which must be read by this object, as its buffer has the first bytes; None if
-        no response has begun. And whether it is certainly final, so that the body must not be sent.
+        The response, which must be read from this object, as its buffer has the first bytes, or
+        None if no response has begun; and whether it certainly is the final one, so that the body
+        must not be sent.
     """
     response = Response(sock)
     # not the overridden settimeout, which does nothing on a watched socket

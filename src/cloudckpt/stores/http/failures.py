@@ -104,7 +104,7 @@ def _unread_file(chain: Sequence[BaseException]) -> OSError | None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an exception of urllib3, then its causes, outermost first."""
+    """Yields an exception, then those that it wraps or that caused it, outermost first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -114,7 +114,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _refused_by_proxy(exc: BaseException, host: str) -> StoreError | None:
-    """Returns the error if a proxy refuses the host for good; None if it may accept later."""
+    """Returns the error if a proxy refuses the host for good; None if none does."""
     said = _TUNNEL.search(excerpt(str(exc)))
     if said is None or int(said[1]) in (408, 425, 429):
         return None
@@ -138,7 +138,7 @@ def _never_connected(exc: BaseException) -> bool:
 
 
 def _plain(exc: BaseException) -> str:
-    """Returns the class and message of the error that urllib3 has wrapped."""
+    """Returns the class and message of the error that urllib3 wraps, or a LateError's message."""
     for inner in causes(exc):
         if isinstance(inner, LateError):  # urllib3 would only report a timeout
             return str(inner)

@@ -192,7 +192,10 @@ class _Chain:
         self._upper = library.BIO_push(upper, records)
 
     def read_into(self, view: memoryview) -> int:
-        """Fills `view`, of more than 4 KiB; returns fewer bytes only at an error or the end.
+        """Fills `view`, of more than 4 KiB, and returns the number of bytes received.
+
+        That is fewer than the view has only at an error or the end of the connection, and 0 or
+        negative if nothing arrived.
 
         A BIO_f_buffer that is asked for more than it can hold reads straight into the destination.
         So the upper BIO never keeps plaintext that Python's own reads would miss.

@@ -77,8 +77,8 @@ class BucketAccess(Access):
         bucket: The bucket's name, or the ARN of an access point.
         base: The URL that keys are appended to, ending in a slash.
         bucket_url: The URL of the bucket, to which a query can be appended. ``bucket_url`` and
-            ``base`` stay as they were at first. After a redirect to another region, ``url`` and
-            ``region`` are those of that region, and `authorize` uses them in each request.
+            ``base`` never change. After the store has named another region, ``url`` and ``region``
+            are those of that region, and `authorize` changes each request accordingly.
         dialect: How the store differs from others with S3's API.
         is_at_vendor: Whether the dialect's documentation applies to the endpoint.
     """
@@ -128,7 +128,7 @@ class BucketAccess(Access):
             self.http_options = replace(self.http_options, client_cert=None)
 
     def _addressing_style(self, options: S3Options) -> Literal["path", "virtual"] | None:
-        """Returns the vendor's addressing style, unless the options or the profile set one."""
+        """Returns the style that the vendor demands; None if there is none or the user sets one."""
         style = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
         return None if style else self.dialect.addressing_style
 
@@ -148,7 +148,7 @@ class BucketAccess(Access):
         return Sessions(session, client, self.bucket, self._uri, self._errors)
 
     def shares_realm(self, other: BucketAccess) -> bool:
-        """Returns whether one request may involve both buckets: same S3 endpoint, zone and user."""
+        """Returns whether one request may involve both buckets: same endpoint and credentials."""
         return self._realm == other._realm
 
     def follow(self, region: str, url: str, headers: Mapping[str, str]) -> bool:
@@ -233,7 +233,7 @@ class BucketAccess(Access):
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]
-    """Signs requests by the digest of the body, as botocore does not accept a list of buffers."""
+    """Signs with a digest computed before, as botocore can't digest a list of buffers."""
 
     def payload(self, request: AWSRequest) -> str:
         digest: str = request.context["digest"]
@@ -342,10 +342,10 @@ keys_error = partial(fetch_error, whose="AWS", is_transient=_is_transient)
 
 
 class Sessions:
-    """The sessions of a directory bucket (S3 Express One Zone), and their credentials.
+    """The keys of a directory bucket (S3 Express One Zone), and the credentials that obtain them.
 
-    Requests are signed with keys that CreateSession issues for five minutes. boto3 requests them
-    and botocore renews them, as for its own clients; this class keeps them.
+    Requests to such a bucket are signed with keys of a session, which CreateSession issues for five
+    minutes. boto3 requests them and botocore renews them, as for its own clients.
     """
 
     def __init__(self, session: Any, client: Any, bucket: str, uri: str, errors: Errors) -> None:
@@ -369,7 +369,7 @@ class Sessions:
         self._start = SharedCall(self._started, errors)
 
     def secrets(self) -> tuple[str, ...]:
-        """Returns access key, secret key and token of a valid session.
+        """Returns the access key, the secret key and the token of a valid session.
 
         Raises:
             CredentialsError: If the AWS credentials can't be used.
@@ -393,7 +393,7 @@ class Sessions:
         )
 
     def _begin(self) -> dict[str, str]:
-        """Begins a session; returns its keys in the form in which botocore keeps credentials."""
+        """Begins a session; returns its keys as the dict from which botocore makes credentials."""
         self.identity.get()  # raises the error of the credentials themselves first
         try:
             keys = self._client.create_session(Bucket=self._bucket)["Credentials"]

@@ -1,9 +1,9 @@
 """The differences between stores with S3's API, as a table of the vendors' documented properties.
 
-Where the documentation is silent, the row holds the safe value: a condition is tested before a
-commit relies on it, a checksum is not expected to be verified, a copy is streamed. The user's
-options take precedence over a row. A row's statements about conditions hold at its vendor's hosts
-only; elsewhere, whatever name the user gives it, the server is unknown and conditions are tested.
+Where the documentation is silent, a dialect holds the safe value: a condition is tested before a
+commit relies on it, a checksum is not expected to be verified. The user's options take precedence.
+What a dialect says of conditions holds at its vendor's hosts only; elsewhere, whatever dialect the
+user names, the server is unknown and conditions are tested.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class S3Dialect:
             that keep versions, where a repeated request would otherwise create another version.
         conditional_deletes: Whether DeleteObject honours If-Match. Otherwise the object's version
             is checked before it is deleted; where it is unknown (None), the condition is sent, too.
-        copies_parts: Whether the store has UploadPartCopy; if not, objects above 5 GiB are
-            streamed.
+        copies_parts: Whether the store has UploadPartCopy; if not, an object above 5 GiB is copied
+            by a download and an upload.
         equal_parts: Whether all parts of an upload but the last must have the same size.
         redirects: Whether it redirects GetObject to a signed URL of another host, and ignores the
             conditions of a read.
@@ -136,7 +136,7 @@ DIALECTS: Mapping[str, S3Dialect] = {
     "huggingface": HUGGING_FACE,
     "other": S3Dialect(title="any other"),
 }
-"""All rows, by their name in ``S3Options(dialect=...)``."""
+"""All dialects, by their name in ``S3Options(dialect=...)``."""
 
 _DIRECTORY_BUCKET = re.compile(r".+--[a-z0-9-]+--x-s3")
 

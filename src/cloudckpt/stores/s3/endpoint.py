@@ -77,7 +77,7 @@ def new_client(session: Any, options: S3Options, region: str | None = None) -> A
 
 
 def session_client(session: Any, config: Config, region: str) -> Any:
-    """Returns a boto3 client that requests sessions: with credentials and without retries."""
+    """Returns a boto3 client for CreateSession requests, which it signs and does not retry."""
     return session.client(
         "s3",
         region_name=region,
@@ -115,9 +115,9 @@ def amazon_suffix(core: botocore.session.Session, host: str) -> str | None:
 
 
 def resolve(client: Any, bucket: str) -> tuple[str, str]:
-    """Returns the URL of the bucket and the region to sign for, as botocore resolves them.
+    """Returns the URL to which keys are appended and the region to sign for, by botocore's rules.
 
-    botocore's rules (path or virtual style, access points, FIPS, dual stack, endpoints of other
+    These rules (path or virtual style, access points, FIPS, dual stack, endpoints of other
     vendors) are not repeated here: a hook captures the request that botocore would send.
     """
     seen: list[tuple[str, str]] = []

@@ -82,7 +82,7 @@ def from_code(
 ) -> StoreError:
     """Returns the exception for an S3 error code; for an unknown code, for the HTTP status.
 
-    `region` is the bucket's region according to the body.
+    `region` is the bucket's region according to the body; a header takes precedence.
     """
     region = headers.get("x-amz-bucket-region") or region
     region = region if REGION.fullmatch(region) else ""
@@ -98,7 +98,7 @@ def from_code(
 def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
-    """Returns the exception for an error response of S3; looks `headers` up by lower-case names."""
+    """Returns the exception for an error response of S3; reads `headers` by lower-case names."""
     fields = error_fields(body)
     response = Refusal(
         fields.get("Code", ""),

@@ -45,7 +45,7 @@ def redirected_read(
     if_version: str | None,
     headers: Mapping[str, str],
 ) -> Iterator[Reply]:
-    """Reads an object, following a redirect; yields the response, with the store's own ETag.
+    """Sends a GET for an object, follows a redirect and yields the response, with the store's ETag.
 
     An object's version is determined by a HEAD request: before the read, or if the read is to be of
     a given version, after the store's redirect. If the object is still that version then, the
@@ -113,7 +113,7 @@ def _check(pinned: str | None, version: str, uri: str) -> None:
 
 
 def _checked(location: str, origin: str, uri: str) -> str:
-    """Returns the URL of a redirect from `origin`, if it may be read from.
+    """Returns the absolute URL of a redirect; `location` may be relative to the URL `origin`.
 
     Raises:
         InvalidRequestError: If the URL is invalid, or has no TLS although `origin` has.

@@ -1,8 +1,8 @@
 """``s3://``: AWS S3 and stores with its protocol.
 
 boto3 finds credentials, region and endpoint, and signs. All requests are sent by
-:mod:`cloudckpt.stores.http.client`, large ones with an unsigned payload: integrity rests on CRC32C
-and TLS, so tensor data are not hashed for the signature unless the profile demands it.
+:mod:`cloudckpt.stores.http.client`. Integrity rests on CRC32C and TLS, so uploads above 1 MiB are
+not hashed for the signature unless the profile demands it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,7 @@ from cloudckpt.stores.s3.access import BucketAccess, object_headers
 from cloudckpt.stores.s3.dialects import AWS
 from cloudckpt.stores.s3.errors import from_answer
 from cloudckpt.stores.s3.redirects import redirected_read
-from cloudckpt.stores.xml_api import (
-    XmlStore,
-    required,
-    result_of,
-    text,
-    unqualified,
-)
+from cloudckpt.stores.xml_api import XmlStore, required, result_of, text, unqualified
 from cloudckpt.uri import CheckpointURI
 
 __all__ = ["HUGGING_FACE_ENDPOINT", "S3Store", "open_hugging_face"]
@@ -249,7 +243,7 @@ class S3Store(XmlStore):
         return redirected_read(self, self._http, self._head, key, if_version, headers)
 
     def recover(self, refused: StoreError, signed: Signed | None) -> bool:
-        """Returns whether a retry may succeed; switches to the region that a refusal names."""
+        """Implements `recover` of the base class; switches to the region that a refusal names."""
         if not isinstance(refused, WrongRegionError):
             return super().recover(refused, signed)
         if signed is None or refused.region is None:
@@ -284,7 +278,7 @@ def open_hugging_face(uri: CheckpointURI, config: Config) -> S3Store:
 
 
 def _crc32c(made: Element) -> int | None:
-    """Returns the CRC32C of a whole object in an XML result; None if the result has none."""
+    """Returns the CRC32C of a whole object in an XML result; None if it has no such CRC32C."""
     checksum = text(made, "ChecksumCRC32C")
     is_of_whole = "-" not in checksum and text(made, "ChecksumType") in ("", "FULL_OBJECT")
     return from_base64(checksum) if checksum and is_of_whole else None
