@@ -42,9 +42,8 @@ class PerRank(Generic[T]):
     """A value in a state dict that each rank saves for itself; see :func:`cloudckpt.per_rank`.
 
     Attributes:
-        value: The value of this rank. After a load, the value that this rank has saved; if the
-            checkpoint has no value of this rank, ``value`` stays unchanged, and the load logs a
-            warning.
+        value: The value of this rank. After a load, the value that this rank has saved. If only
+            other ranks have saved one, ``value`` stays unchanged, and the load logs a warning.
         is_loaded: Whether the last load has set ``value`` to what this rank had saved.
         all: After a load, the saved values by the rank that saved them: of all ranks if the ranks
             that saved are not exactly those that load; otherwise only this rank's.
@@ -98,10 +97,10 @@ class Content:
 
     Attributes:
         state: The state dict, with each ``Stateful`` replaced by its ``state_dict()``, and each
-            ``PerRank`` by a dict with this rank's value under the rank's name.
-        notes: After :meth:`fit`, messages about values of other ranks.
-        left_alone: After :meth:`fit`, the values that this rank keeps, and why.
-        others: After :meth:`fit`, the names of other ranks' values.
+            ``PerRank`` by a dict with this rank's value under ``rank_N``.
+        notes: After :meth:`fit`, messages to log about ``PerRank`` values.
+        left_alone: After :meth:`fit`, the names whose values this rank keeps, and why.
+        others: After :meth:`fit`, the names of other ranks' values that are not loaded.
     """
 
     def __init__(self, state_dict: Mapping[Any, Any], rank: int) -> None:
@@ -112,8 +111,8 @@ class Content:
             rank: This rank, in the group that saves or loads.
 
         Raises:
-            UnsupportedValueError: If a container contains itself, or a tuple holds a value that has
-                to be replaced: a tuple is saved as one value.
+            UnsupportedValueError: If a container contains itself or is nested too deeply, or if a
+                tuple, which is saved as one value, holds a ``Stateful`` or a ``PerRank``.
         """
         self.notes: list[str] = []
         self.left_alone: dict[str, str] = {}
@@ -223,7 +222,7 @@ class Content:
         value.all = {int(of_rank[1]): loaded[of_rank[0]] for of_rank in matches}
 
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
-        """Changes :attr:`state` so that a load reads each rank's values from the checkpoint.
+        """Changes :attr:`state` to the ``PerRank`` values that are loaded: see :attr:`PerRank.all`.
 
         Args:
             metadata: The metadata of the checkpoint.
@@ -231,7 +230,7 @@ class Content:
             uri: The checkpoint, for messages.
 
         Raises:
-            CheckpointCorruptError: If the metadata contradict themselves.
+            CheckpointCorruptError: If the stored paths contradict each other.
         """
         self.notes, self.left_alone, self.others = [], {}, set()
         if not self._own:
@@ -280,8 +279,9 @@ class _Own:
     def takes(self, names: Mapping[str, Path], metadata: Metadata) -> bool:
         """Whether the saved values can be loaded into this value, instead of replacing it.
 
-        They can if this value has tensors, or the same names and no tensors were saved. Only then
-        do keys and containers keep their classes, such as a tuple or a ``defaultdict``.
+        They can if this value has tensors; or if it has the same names as the saved values, and
+        these have no tensors. Keys and containers, such as a ``defaultdict``, then keep their
+        classes.
         """
         flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]
         if any(isinstance(value, torch.Tensor) for value in flat.values()):
@@ -352,7 +352,8 @@ def _fill(value: Any, state: Any, name: str) -> None:
     """Calls the ``load_state_dict`` of a ``Stateful`` with the state that was loaded for it.
 
     Raises:
-        ShapeMismatchError: If the parameter groups of an optimizer are not those that were saved.
+        ShapeMismatchError: If an optimizer raises a ValueError, as its parameter groups are not
+            those that were saved.
         CheckpointError: If the method finds that another checkpoint is damaged or missing: raised
             unchanged, that error would seem to be about the checkpoint that is loaded, and a
             manager would restore an older step.
@@ -392,6 +393,6 @@ def _may_be_rebuilt(value: Any) -> bool:
 
 
 def _is_stateful(value: Any) -> bool:
-    """Whether a value is a ``Stateful``; fast for common classes."""
+    """Whether a value is a ``Stateful`` and no tensor; fast for common classes."""
     is_common = type(value) in _LEAVES or type(value) in (dict, list, tuple)
     return not (is_common or isinstance(value, torch.Tensor)) and isinstance(value, Stateful)

@@ -81,9 +81,9 @@ def shared_of_ranks(
 
 
 def are_alike(numbers: Iterable[int]) -> bool:
-    """Whether all ranks have the same copies: if their :meth:`Copies.weighed` add up to 0.
+    """Whether all ranks have the same copies, given the :meth:`Copies.weighed` of each.
 
-    The sum is modulo 2**64.
+    These numbers then add up to 0, modulo 2**64.
     """
     return not sum(numbers) & _ALL
 
@@ -117,7 +117,7 @@ class Copies(NamedTuple):
     """The items of a plan that other ranks have, too; each save by the plan compares their values.
 
     Attributes:
-        sets: For each set of ranks, this rank's weight and the items that these ranks share.
+        sets: For each set of ranks that share items, this rank's weight in it, and the items.
         samples: Whether only a sample of a large tensor is compared.
     """
 
@@ -189,9 +189,15 @@ class Digests:
 
 
 def _value(item: WriteItem, planner: SavePlanner, data: Callable[[], Any] | None = None) -> Any:
-    """Returns this rank's copy of an item, or None if the planner does not return it.
+    """Returns this rank's copy of an item, or None if the planner fails to return it.
 
-    The rank that saves the item reports the failure.
+    The error is not raised here: the rank that saves the item has it, too.
+
+    Args:
+        item: The item.
+        planner: The planner.
+        data: Returns what the planner has already returned for the item; None: the planner is
+            asked.
     """
     with contextlib.suppress(Exception):
         if _saves_unchanged(planner):

@@ -108,10 +108,10 @@ class _TracebackError(Exception):
 def release_frames(error: BaseException, *, apart_from: BaseException | None = None) -> None:
     """Removes the tracebacks and causes of an error, but keeps its root cause as text.
 
-    The root cause is the first error from outside cloudckpt; the message of a ``StoreError`` has
-    its text already. With tracebacks, a kept error would keep the staged copy in memory.
-    ``traceback.clear_frames`` is not enough: it leaves what closures hold, and the calling frames.
-    The whole chain is logged at level DEBUG.
+    The root cause is the earliest error from outside cloudckpt; it is not kept for a
+    ``StoreError``, whose message has its text already. With tracebacks, a kept error would keep the
+    staged copy in memory. ``traceback.clear_frames`` is not enough: it leaves what closures hold,
+    and the calling frames. The whole chain is logged at level DEBUG.
 
     Args:
         error: The error; its causes, and errors that torch has gathered in it, are included.
@@ -165,8 +165,12 @@ def one_error(
     Args:
         failures: The errors, by rank.
         rank: This rank.
-        step: When the ranks failed, for the message, such as ``while it was loaded``.
-        uri: The checkpoint.
+        step: When the ranks failed, for the message, such as ``in step 'write'``.
+        uri: The checkpoint; None if unknown.
+
+    Returns:
+        This rank's own error, if that is an interrupt. Else the error of the first of these ranks,
+        if all of them have the same class of cloudckpt's errors. Else a RanksFailedError.
     """
     own = failures.get(rank)
     if own is not None and not isinstance(own, Exception):

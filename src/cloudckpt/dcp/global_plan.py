@@ -4,7 +4,7 @@ torch's planner makes five Python objects for each chunk of each rank, gathers t
 visits each several times: half a million chunks take fifteen seconds there. Here ranks send their
 plans as columns (``checkpoint/record.py``), and the coordinator removes duplicates, orders and
 checks by sorting numbers. The result equals that of torch's planner for the same plans, down to the
-order of the names; tests compare them. Anything unusual is left to torch.
+order of the names; tests compare them. Only plans of torch's own planner are merged here.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def plan_together(
         rank, the items to compare with those of others.
 
     Raises:
-        KeyCollisionError: If ranks have different types or shapes under one name.
-        IncompleteSaveError: If the ranks' chunks of a tensor overlap or don't fill it.
+        KeyCollisionError: If ranks have different types, shapes or paths under one name.
+        IncompleteSaveError: If the chunks of a tensor overlap or don't fill it, or a rank has an
+            item twice.
     """
     items = _Items(records, uri)
     kept = items.kept(to_lowest_rank)
@@ -71,7 +72,7 @@ def plan_together(
 
 
 def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm) -> bytes:
-    """Returns the plan of a rank as the bytes of a record without locations.
+    """Returns the plan of a rank, encoded as a :class:`Record` without locations.
 
     Args:
         plan: A plan of torch's planner, or of one that makes the same classes.
@@ -79,7 +80,7 @@ def record_of(plan: SavePlan, structure: Structure, checksum: ChecksumAlgorithm)
         checksum: The checksum algorithm of the store.
 
     Raises:
-        NotInColumnsError: If columns can't express the plan.
+        NotInColumnsError: If a :class:`Record` can't express the plan.
     """
     table, whole = table_of_plan(plan)
     planned = Record(table=table, whole=whole, structure=structure, checksum=checksum)
@@ -171,9 +172,13 @@ class _Items:
     def kept(self, to_lowest_rank: bool) -> torch.Tensor:
         """Returns the items that are written: one of each group of duplicates, and all others.
 
-        torch assigns duplicates, in the order in which it meets them, to the rank that has the
-        least to write so far: the items that it alone has, as far as torch has visited them by
-        then, and the duplicates assigned to it.
+        With ``to_lowest_rank``, the lowest rank writes each duplicate. Otherwise, as with torch,
+        each is assigned, in the order in which torch meets them, to the rank that has the least to
+        write so far: the items that it alone has, as far as torch has visited them by then, and the
+        duplicates assigned to it.
+
+        Raises:
+            IncompleteSaveError: If a rank has the same item twice.
         """
         keeps = torch.ones(self.starts[-1], dtype=torch.bool, device="cpu")
         members, sizes = self._duplicates()
@@ -210,7 +215,11 @@ class _Items:
         return keeps.nonzero().view(-1)
 
     def _duplicates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the items that several ranks have, group after group, and the groups' sizes."""
+        """Returns the items that several ranks have, group after group, and the groups' sizes.
+
+        Raises:
+            IncompleteSaveError: If chunks of a tensor begin at the same offsets and differ in size.
+        """
         duplicates = [_groups(self._values, [self._of_items[self._values]])]
         for dims, of_dims in self._chunks.items():
             rows = self._rows[dims]
@@ -237,7 +246,10 @@ class _Items:
             kept: The items that are written.
 
         Returns:
-            The table, and the row of each written item.
+            The table, and the row of each written item in it.
+
+        Raises:
+            IncompleteSaveError: If a rank saves something whole of which others save parts.
         """
         of_kept = self._of_items[kept]
         counts = of_kept.bincount(minlength=len(self._names))
@@ -286,12 +298,16 @@ def _kind(form: Form) -> str:
 
 
 def _weight(form: Form) -> int:
-    """Returns the size by which torch divides work: the bytes of a whole tensor; 1 for a value."""
+    """Returns the size by which torch divides work: the bytes of the whole tensor; at least 1."""
     return 1 if form.shape is None else math.prod(form.shape) * form.dtype.itemsize or 1
 
 
 def _groups(items: torch.Tensor, keys: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the ``items`` whose keys other items have, too, in groups of equal keys.
+
+    Args:
+        items: The numbers of items.
+        keys: Columns with an entry for each item; its key is its entries in all of them.
 
     Returns:
         The items of all groups, and the size of each group.
@@ -310,7 +326,7 @@ def _groups(items: torch.Tensor, keys: Sequence[torch.Tensor]) -> tuple[torch.Te
 
 
 def _merged(paths: Sequence[tuple[int, Paths]], uri: str) -> Paths:
-    """Merges the paths of all ranks in the order of a ``ChainMap``: the last rank's come first.
+    """Merges the paths of all ranks, in torch's order: those of the last rank come first.
 
     Args:
         paths: Ranks with their paths.
@@ -366,7 +382,11 @@ def _validate(table: Table, ranks: int, uri: str) -> None:
 
 
 def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:
-    """Yields numbers of tensors whose chunks may overlap or, with several ranks, have gaps."""
+    """Yields the numbers of the names of tensors that torch's check may refuse.
+
+    Their chunks may overlap or, with several ranks, have gaps. There is one list for each number of
+    dimensions.
+    """
     elements = column_of([math.prod(form.shape or ()) for form in table.forms])
     for dims, chunks in table.chunks.items():
         if not dims:
@@ -383,10 +403,14 @@ def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:
 
 
 def _not_apart(names: torch.Tensor, chunks: Chunks) -> torch.Tensor:
-    """Returns the chunks that may overlap others of their tensor.
+    """Returns the numbers of the chunks that may overlap others of their tensor.
 
-    Chunks are separated dimension by dimension: those whose ranges don't touch can't overlap. Grids
-    of any number of dimensions separate completely.
+    Chunks are separated dimension by dimension: those whose ranges have nothing in common can't
+    overlap. Grids of any number of dimensions separate completely.
+
+    Args:
+        names: The number of each chunk's tensor.
+        chunks: The chunks.
     """
     remaining = (names.bincount()[names] > 1).nonzero().view(-1)
     groups = names[remaining]

@@ -46,7 +46,7 @@ _MOST = 4  # runs and groups whose last save this process remembers
 def agree_on_base(meeting: Meeting, writer: CloudStorageWriter, *, is_planned: bool) -> None:
     """Agrees on the base of an incremental save: the checkpoint whose bytes are not sent again.
 
-    Sets ``writer.contents`` on every rank.
+    Sets ``writer.contents`` on every rank, and ``writer.hold`` on the coordinator.
 
     A rank that took part in the save of the base remembers where its items are. If some rank did
     not, or the plan is new, so that items may have moved between ranks, every rank gets the table
@@ -87,7 +87,7 @@ def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None
 
     Args:
         writer: The writer.
-        last: The last checkpoint that this process has saved in the same folder, if any.
+        last: The last step that this process has saved in the same folder; None if none is known.
 
     Returns:
         The hold; None if no checkpoint can serve as base.
@@ -102,7 +102,10 @@ def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None
 
 
 def _held(writer: CloudStorageWriter, base: CheckpointURI | None) -> Hold | None:
-    """Returns a hold on ``base`` (default: the newest sibling); None if it can't be held."""
+    """Returns a hold on ``base``, or if that is None on :func:`newest_beside`.
+
+    None, with a warning, if it can't be held; None if there is no earlier step.
+    """
     uri, config = writer.uri, writer.config
     why: object = "it was not saved with Config(incremental=True), or is being replaced or deleted"
     try:
@@ -129,7 +132,7 @@ def _tell_no_base(uri: CheckpointURI, base: CheckpointURI | None, why: object) -
 
 
 _Steps = tuple[GroupRef, CheckpointURI, tuple[str, ...]]
-"""A group, and the steps in a folder, by the text around the numbers in their names."""
+"""Steps of a run: who saves them, their parent folder, and their names without the numbers."""
 
 _bases: dict[_Steps, tuple[CheckpointURI, Base]] = {}
 _lock = module_lock()
@@ -139,7 +142,7 @@ def remember(members: dist.ProcessGroup | None, writer: CloudStorageWriter, atte
     """Keeps the locations of this rank's items in a checkpoint, for the next save to a sibling.
 
     Args:
-        members: The group that saved the checkpoint.
+        members: The group that saved the checkpoint; None if this process saved it alone.
         writer: This rank's writer, after it has written its items, with their digests.
         attempt: The random name of the save.
     """
@@ -171,7 +174,8 @@ def newest_beside(
 ) -> CheckpointURI | None:
     """Returns the newest committed step in the parent folder of ``uri``, by the steps' numbers.
 
-    It is the base of an incremental save. Returns None if there is no such step.
+    It is the base of an incremental save. Returns None if there is no such step. A step whose
+    notes are damaged is left out, with a warning.
 
     A folder counts as a step if its name differs from the name of ``uri`` in the numbers only; if
     that has no number, any folder with a number in its name counts. A folder such as ``best`` does

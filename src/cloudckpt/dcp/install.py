@@ -1,10 +1,10 @@
 """Changes torch's own ``save`` and ``load`` so that they accept locations in stores.
 
 Given ``s3://bucket/run``, a ``FileSystemWriter`` of torch saves to a folder named ``s3:`` in the
-working directory and reports success. So five functions of torch are replaced, all or none:
+working directory and reports success. So functions of torch are replaced, all or none:
 ``_storage_setup``, in which ``save``, ``load`` and ``async_save`` choose a writer or reader by
-``checkpoint_id``, and the constructors of ``FileSystemWriter`` and ``Reader`` and of
-``FsspecWriter`` and ``Reader``, which frameworks call themselves.
+``checkpoint_id``, and the constructors of ``FileSystemWriter`` and ``FileSystemReader`` and, if
+fsspec is installed, of ``FsspecWriter`` and ``FsspecReader``, which frameworks call themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _chosen: tuple[Config | None, bool] = (None, False)
 
 
 def chosen_config() -> Config | None:
-    """Returns the options given to the last :func:`install`; None if none are in force."""
+    """Returns the options given to the last :func:`install`; None if none were or it is undone."""
     return _chosen[0]
 
 
@@ -117,7 +117,12 @@ def _in_store(location: object) -> str | None:
 
 
 def _options(ours: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options for one of our classes, with ``overwrite`` as given to torch's class."""
+    """Returns the keyword arguments for one of our classes.
+
+    Args:
+        ours: The writer or reader class.
+        given: The arguments that torch's class was given; of these, ``overwrite`` is kept.
+    """
     config, trust_pickle = _chosen
     if "overwrite" in given:
         config = replace(config_or_default(config), overwrite=bool(given["overwrite"]))
@@ -140,8 +145,9 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _becoming(theirs: Any, ours: type[Any]) -> Callable[..., None]:
     """Returns a constructor for torch's class that makes an object of ours for a path in a store.
 
-    The class itself is changed, as frameworks have already imported it by name. Objects of derived
-    classes keep their class, since only these know what they add.
+    The class itself is changed, as frameworks have already imported it by name. An object of a
+    derived class keeps its class, since only that knows what it adds: its own constructor goes on
+    if the class accepts the URI, and otherwise raises an InstallError.
     """
     original = theirs.__init__
     signature = inspect.signature(original)

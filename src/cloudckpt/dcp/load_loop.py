@@ -100,8 +100,9 @@ class _Terms(NamedTuple):
         version: The first rank's version of cloudckpt.
         begins: Whether the first rank can load.
         gathers: Whether the first rank needs the plans of all ranks.
-        shares: Which ranks share their reads, see ``shared_reads`` of the options.
-        metadata: The metadata that the first rank has read; None if each rank reads them itself.
+        shares: Which ranks share their reads, see ``Config.shared_reads``.
+        metadata: The metadata that the first rank has read; None if each rank reads them itself, or
+            there is only one.
     """
 
     location: str = ""
@@ -168,7 +169,7 @@ class _Load:
             raise one_error({0: error}, 0, LOADING, self._uri) from error
 
     def reported(self) -> LoadReport:
-        """Returns the report of the load; logs it on rank 0, and notes on ``per_rank`` values."""
+        """Returns the report of the load, which rank 0 logs; logs the notes of the content."""
         planner, content, uri = self._planner, self.content, self._uri or ""
         for note in content.notes:
             logger.warning("%s: %s", uri, note)
@@ -191,10 +192,13 @@ class _Load:
         return report
 
     def _ready(self, until_the_end: contextlib.ExitStack) -> SharedReads | None:
-        """Plans the load; once all ranks are ready, returns the reads to share with them, or None.
+        """Plans the load, and waits until all ranks are ready; raises if one is not.
 
         Args:
-            until_the_end: Resources that are released when the load has ended.
+            until_the_end: Takes the resources that are released when the load has ended.
+
+        Returns:
+            The reads to share with other ranks; None if no reads are shared.
         """
         meeting, status, terms = self._meeting, self._status(), _Terms()
         if meeting.rank == 0 and status.failure is None:
@@ -276,7 +280,7 @@ class _Load:
     def _prepare(
         self, plan: LoadPlan, shares: str, until_the_end: contextlib.ExitStack
     ) -> Offer | None:
-        """Locates the bytes of a plan; returns the report of the reads to share, or None."""
+        """Locates the bytes of a plan; returns which reads can be shared, None if none are."""
         self._plan = self._planner.finish_plan(plan)
         if self._ours is None:
             return None

@@ -1,7 +1,7 @@
 """Plans what a rank reads: which items of the checkpoint, and which chunks for its own chunks.
 
 torch's planner makes objects of all chunks of all ranks and sorts them, for each tensor. Here they
-are rows of numbers, and all overlaps are computed at once.
+are columns of numbers, and the overlaps of a tensor's chunks are computed at once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _REPLACED = "a value that takes the tensor's place"
 
 
 class CloudLoadPlanner(DefaultLoadPlanner):
-    """Plans as torch does, reports missing and misshapen keys, and keeps keys that are not strings.
+    """Plans as torch does; reports names that are missing or unfit; keeps keys that are no strings.
 
     torch stores loaded values under the strings in its paths: next to an integer key, a string key
     appears with the new value, and the integer key keeps the old one. torch's planner also reports
@@ -81,15 +81,16 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         uri: The checkpoint, for messages.
         strict: Whether entries must fit those of the checkpoint; otherwise those that fit are
             loaded, and the others keep their values.
-        partial: Whether the checkpoint may lack entries, which then keep their values; by default
-            if ``strict`` is False.
+        partial: Whether the checkpoint may lack entries, which then keep their values; None: if
+            ``strict`` is False.
         logs: Whether to log conversions, replaced tensors, and the report of the load.
 
     Attributes:
         map_location: Device of tensors that are nested in other values; None: the device that they
             were saved from.
         left_alone: The names that keep their values although the checkpoint has an entry, and why.
-        converted: The names that are loaded in another form than they were saved in, and how.
+        converted: The names that are not loaded exactly as they were saved, and how; see
+            :class:`~cloudckpt.dcp.report.LoadReport`.
         unused: The names of values that were read, but are not stored in the state dict.
     """
 
@@ -117,9 +118,10 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         """Flattens the state dict as torch's planner does.
 
         Raises:
-            UnsupportedTensorError: If a tensor has no memory and torch can't allocate it.
+            UnsupportedTensorError: If a tensor is on the meta device and torch.distributed is not
+                initialized: torch then allocates no memory for it.
             KeyCollisionError: If two entries of the state dict would have the same name.
-            UnsupportedValueError: If a container contains itself.
+            UnsupportedValueError: If a container contains itself, or is nested too deeply.
         """
         check_nesting(state_dict)
         # otherwise torch allocates meta tensors
@@ -137,11 +139,14 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         """Plans this rank's reads as torch's planner does.
 
         Raises:
-            MissingKeyError: If the state dict has keys that the checkpoint lacks.
-            ShapeMismatchError: If a tensor's shape differs from the checkpoint's, or a key is a
-                tensor in the checkpoint, but not in the state dict.
-            UnsupportedTensorError: If a tensor's element type is of a lesser kind than the saved
-                type, or the tensor declares invalid shards.
+            MissingKeyError: If the state dict has keys that the checkpoint lacks, and it must not.
+            ShapeMismatchError: If ``strict``, and a tensor's shape differs from the checkpoint's,
+                or a key is a tensor in the checkpoint, but not in the state dict.
+            UnsupportedTensorError: If ``strict``, and a tensor's element type is of a lesser kind
+                than the saved type (see :func:`check_types`); or if a tensor has a partial
+                placement or declares invalid shards.
+            CheckpointError: If the metadata have classes or values that torch's do not have.
+            CheckpointCorruptError: If the metadata lack a part of a tensor.
         """
         assert self.metadata is not None
         table = table_of(self.metadata, self._uri)
@@ -217,7 +222,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self.state_dict[name] = container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
-        """Returns, by name, a text about each dict that is empty in the state dict only.
+        """Returns the names of dicts that are empty in the state dict only, each with a reason.
 
         In the checkpoint such a name has entries beneath it, or is that of a tensor.
         """
@@ -234,7 +239,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         }
 
     def _take_lengths(self, table: Table) -> None:
-        """Replaces ``_extra_state`` tensors of bytes by new ones of the saved length."""
+        """Replaces ``_extra_state`` tensors of bytes by new ones if the saved length differs."""
         for name, value in self.state_dict.items():
             entry = table.get(name) if name.rpartition(".")[2] == "_extra_state" else None
             is_bytes = type(value) is torch.Tensor and value.dtype is torch.uint8
@@ -246,8 +251,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
     def _take_whole(self, table: Table) -> None:
         """Plans to load dicts and lists as single values if they were saved without flattening.
 
-        Dicts that are empty in the state dict stay empty if an empty dict was saved: another rank
-        may have saved a value under that name.
+        A dict that is empty in the state dict is not loaded if an empty dict was saved, even if
+        another rank has saved a value under its name.
         """
         assert self.metadata is not None
         paths = self.metadata.planner_data
@@ -278,7 +283,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         """Leaves a value out of the load if it can't take the saved tensor.
 
         Raises:
-            ShapeMismatchError: If the planner is strict; element types are checked later.
+            ShapeMismatchError: If the planner is strict, and the value is not a tensor or has
+                another shape; a strict planner checks element types later.
         """
         why = _why_not(value, entry)
         if why and self._strict:
@@ -297,7 +303,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             del self.state_dict[name]
 
     def _take_tied(self, table: Table) -> None:
-        """Records missing tensors that share memory with a loaded one as :attr:`converted`."""
+        """Records missing tensors that have the memory of a loaded one as :attr:`converted`."""
         missing = [name for name in self.state_dict if name not in table.names]
         if not missing:
             return
@@ -369,8 +375,11 @@ class EverythingPlanner(CloudLoadPlanner):
     def content(self, structure: Structure) -> dict[Any, Any]:
         """Returns the loaded values, nested as they were saved.
 
+        Args:
+            structure: The original keys and the empty dicts of the saved state dict.
+
         Raises:
-            CheckpointCorruptError: If the metadata contradict themselves.
+            CheckpointCorruptError: If the stored paths contradict each other.
         """
         assert self.metadata is not None
         with paused_gc():
@@ -378,12 +387,12 @@ class EverythingPlanner(CloudLoadPlanner):
 
 
 def _parts(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors in memory of a plain tensor, a DTensor, or a wrapper; else none."""
+    """Returns the tensors that hold the elements of a tensor or DTensor; none for other values."""
     return in_memory(value) if type(value) in PLAIN or travels_as_bytes(value) else []
 
 
 def _memory_of(value: Any) -> tuple[Any, ...] | None:
-    """Returns a key for a tensor's memory, equal for tied tensors; None if it has none."""
+    """Returns a value that is equal for tied tensors only; None for a value without memory."""
     memory = [(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in _parts(value)]
     return (type(value) is DTensor, *memory) if memory else None
 
@@ -393,8 +402,13 @@ def _ready_to_load(value: Any, path: tuple[Any, ...], allocates: bool) -> Any:
 
     Dicts are changed in place. All other values are kept, even if no loaded value replaces them.
 
+    Args:
+        value: The state dict, or a value in it.
+        path: The keys that lead to it.
+        allocates: Whether to have torch allocate the memory of meta tensors.
+
     Raises:
-        UnsupportedTensorError: If a tensor has no memory, and none is to be allocated.
+        UnsupportedTensorError: If there is a meta tensor, and ``allocates`` is False.
     """
     if isinstance(value, dict):
         for key, entry in value.items():
@@ -429,11 +443,10 @@ def _why_not(value: Any, entry: Entry) -> str:
 
 
 def table_of(metadata: Metadata, uri: str) -> Table:
-    """Returns the table of a checkpoint's metadata; converts metadata that have no table.
+    """Returns the table of a checkpoint's metadata; makes one if another package wrote them.
 
     Raises:
-        CheckpointError: If the metadata have classes that columns can't express, of another
-            package.
+        CheckpointError: If the metadata have classes or values that torch's do not have.
     """
     if (table := table_behind(metadata)) is not None:
         return table
@@ -506,7 +519,7 @@ def plan_reads(state_dict: Mapping[str, Any], table: Table, uri: str) -> tuple[L
 def conversions(
     state_dict: Mapping[str, Any], dtype_of: Callable[[str], torch.dtype | None]
 ) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-    """Returns the saved and the wanted element type of each tensor for which these differ.
+    """Returns, by name, the saved and the wanted element type of each tensor, if these differ.
 
     Args:
         state_dict: The state dict to load, by flat names.
@@ -524,7 +537,7 @@ def conversions(
 def check_types(
     converted: Mapping[str, tuple[torch.dtype, torch.dtype]], uri: str, *, logs: bool
 ) -> None:
-    """Refuses to load into a lesser kind of element type, and logs all other conversions.
+    """Refuses to load into a lesser kind of element type; logs how many others are converted.
 
     Args:
         converted: See :func:`conversions`.
@@ -532,9 +545,9 @@ def check_types(
         logs: Whether this rank logs conversions.
 
     Raises:
-        UnsupportedTensorError: If a type is of a lesser kind: bool for a number, integer for
-            floating point, real for complex. A narrower type of the same kind is accepted, and
-            integers that it can't hold wrap, as in torch.
+        UnsupportedTensorError: If a type is of a lesser kind than the saved one: bool for a number,
+            integer for floating point, real for complex. A narrower type of the same kind is
+            accepted, and integers that it can't hold wrap, as in torch.
     """
     for name, (saved, wanted) in converted.items():
         if not torch.can_cast(saved, wanted):
@@ -548,10 +561,10 @@ def check_types(
     if converted and logs:
         name, (saved, wanted) = next(iter(converted.items()))
         logger.warning(
-            "%s: %d tensors are converted while they are loaded, such as %s, from %s to %s. To "
-            "keep the saved type, load into tensors of this type, for example after model.to(%s)",
+            "%s: %s converted by this load, the first: %s, from %s to %s. To keep the saved type, "
+            "load into tensors of this type, for example after model.to(%s)",
             uri,
-            len(converted),
+            "1 tensor is" if len(converted) == 1 else f"{len(converted)} tensors are",
             name,
             saved,
             wanted,
@@ -573,6 +586,13 @@ def _reads(
     sizes: torch.Tensor,
 ) -> tuple[list[ReadItem], bool]:
     """Plans the reads of a tensor for one of this rank's chunks of it.
+
+    Args:
+        name: The name of the tensor.
+        number: The number of this rank's chunk among its chunks of the tensor.
+        own: That chunk.
+        offsets: The first element of each saved chunk in the tensor, a row per chunk.
+        sizes: The size of each saved chunk, a row per chunk.
 
     Returns:
         The reads, and whether they read exactly one whole saved chunk, or nothing.

@@ -54,7 +54,7 @@ __all__ = [
 
 
 Offer = tuple[str, torch.Tensor]
-"""A rank's report of its reads: its host (if only ranks of a host share), and digests."""
+"""What a rank reads: its host's name (empty if all hosts share), and :func:`digests` of reads."""
 
 
 class SharedReads:
@@ -63,7 +63,7 @@ class SharedReads:
     All ranks must agree on which requests are shared and how they are split. So the meeting before
     the load compares the option ``shared_reads``; and reads whose requests depend on other options
     (``verify``, ``connections``) are shared only if these requests are the same. ``memory_budget``
-    limits how far a rank may run ahead.
+    may differ: it limits how many requests a rank fetches in advance.
 
     Args:
         group: The ranks.
@@ -98,7 +98,7 @@ class SharedReads:
 
         Raises:
             TransferCancelledError: If this or another rank has failed.
-            ProcessGroupError: If the ranks lost each other.
+            ProcessGroupError: If a rank ended or a connection to it broke.
         """
         segments, offers = self._segments, self._offers
         names = [host for host, _ in offers]
@@ -136,7 +136,7 @@ def _named(error: Exception) -> CloudCheckpointError:
     if isinstance(error, CloudCheckpointError):
         return error
     made = ProcessGroupError(
-        "the ranks lost each other: find out which rank ended first and "
+        "the ranks lost each other while they shared reads: find out which rank ended first and "
         "why, and start all of them again",
         cause=error,
     )
@@ -177,7 +177,7 @@ class _GroupRing(Ring):
     def _exchange_through_device(
         self, out: torch.Tensor | None, into: torch.Tensor | None
     ) -> tuple[RuntimeError | None, RuntimeError | None]:
-        """Exchanges tensors through the accelerator, if the backend can't send host memory."""
+        """Does :meth:`exchange` through the accelerator, as the backend can't send host memory."""
         ops = []
         landing = None if into is None else torch.empty_like(into, device=self._device)
         if landing is not None:
@@ -213,7 +213,7 @@ class _Delivery:
         owner: The entry, or the chunk of a tensor, that the item belongs to.
         wanted: The ranges to read.
         memory: The tensors whose memory is filled; empty if the item is not a tensor.
-        put: Called once the ranges have arrived.
+        put: Called once the ranges have arrived; None if nothing is left to do then.
     """
 
     owner: MetadataIndex
@@ -311,13 +311,13 @@ class Load:
         self._shared = SharedMemory(())
 
     def _wanted(self, current: int) -> list[Wanted]:
-        """Returns the ranges to read in a round."""
+        """Returns the ranges to read in a round of :attr:`SharedMemory.rounds`."""
         rounds, deliveries = self._shared.rounds, enumerate(self._deliveries)
         of_round = (one for number, one in deliveries if rounds.get(number, 0) == current)
         return [want for one in of_round for want in one.wanted]
 
     def _is_in_memory(self, item: ReadItem, stored: StoredTensor, target: torch.Tensor) -> bool:
-        """Whether another item, with the same stored bytes, is read into the same memory.
+        """Whether an earlier item, with the same stored bytes, is read into the same memory.
 
         So tied weights that were saved under each of their names are read once. Bytes are known to
         be the same by their location or their checksums.
@@ -413,7 +413,7 @@ class Load:
             # a single row of an expanded tensor does not show that the other rows share its memory
             why = why_not_filled(planner.lookup_tensor(item.dest_index))
         if why:
-            message = f"{name} can't be loaded into this tensor: {why}"
+            message = f"{name} can't be loaded into the tensor of the state dict: {why}"
             raise UnsupportedTensorError(message, uri=self.uri, item=name)
 
     def _check_shape(self, item: ReadItem, target: torch.Tensor, stored: tuple[int, ...]) -> None:
@@ -440,7 +440,10 @@ class Load:
 
 
 def _row_bytes(box: Box, stored: StoredTensor) -> int:
-    """Returns by how many bytes the rows of a box are apart in a stored tensor."""
+    """Returns :attr:`Wanted.row` for a box: how many bytes its rows are apart in the stored tensor.
+
+    Its rows are its parts with equal indices in the first dimension in which it is longer than 1.
+    """
     axis = next(axis for axis, (_, length) in enumerate(box) if length > 1)
     return row_major_strides(stored.shape)[axis] * stored.dtype.itemsize
 

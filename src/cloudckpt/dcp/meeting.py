@@ -73,8 +73,8 @@ if sys.version_info < (3, 14):
 
 FIRST_LINE = 15.0
 """Seconds of waiting before it is logged who is missing."""
-LOADING = "while it was loaded"
-"""What ranks do that meet during a load, see :meth:`Meeting.exchange`."""
+LOADING = "while the checkpoint was loaded"
+"""The ``during`` of :meth:`Meeting.exchange` in a load."""
 _ECHOES = (RanksFailedError, TransferCancelledError)
 """Errors of ranks that fail because others have failed."""
 _MARKED_AFTER = 0.5  # seconds of waiting after which a rank is marked as waiting
@@ -125,7 +125,7 @@ class RankStatus(NamedTuple):
         return ", ".join(option for option in self.options if option not in other.options)
 
     def difference(self, first: RankStatus, rank: int) -> CloudCheckpointError | None:
-        """Returns the error if ``rank``'s status contradicts that of the first rank, else None."""
+        """Returns the error if this status, of ``rank``, contradicts the first rank's, or None."""
         error_class: type[CloudCheckpointError] = ConfigError
         if self.version != first.version:
             setting, mine, theirs = "cloudckpt", self.version, first.version
@@ -153,8 +153,7 @@ class Consensus:
         rank: This rank in the group.
         statuses: The statuses, by rank.
         values: The values that ranks have reported in addition, by rank.
-        during: What the ranks were doing, such as "while it was loaded"; empty if they met before
-            they began.
+        during: What the ranks were doing, such as ``LOADING``; empty if they met before they began.
     """
 
     rank: int
@@ -176,8 +175,8 @@ class Consensus:
     def plan(self) -> int:
         """The number of the plan that all ranks have.
 
-        ``PLAN_ANEW`` if ranks have no plan or different ones; ``PLAN_EACH_TIME`` if some rank plans
-        every save.
+        ``PLAN_EACH_TIME`` if some rank plans every save; else ``PLAN_ANEW`` if ranks have no plan
+        or different ones.
         """
         plans = {one.plan for one in self.statuses}
         if PLAN_EACH_TIME in plans:
@@ -205,7 +204,8 @@ class Consensus:
             A ConfigError if two ranks were given different options, or run different versions; a
             DifferentCheckpointsError if they name different locations; the failure, if all failed
             ranks failed with the same class of error; a RanksFailedError if the classes differ, or
-            come from outside cloudckpt. A process that is alone raises its own failure.
+            come from outside cloudckpt; on a rank that was interrupted, its interrupt. A process
+            that is alone raises its own failure.
         """
         failures = {
             rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None
@@ -298,12 +298,13 @@ class Meeting:
         Args:
             status: This rank's status.
             value: A value to report in addition.
-            during: What the ranks were doing, such as "while it was loaded", for messages; empty
-                if they meet before they begin. Only if it is empty, a rank that waits long logs
-                which ranks are missing.
+            during: What the ranks were doing, such as ``LOADING``, for messages; empty if they
+                meet before they begin. Only if it is empty, a rank that waits long logs which ranks
+                are missing.
 
         Raises:
-            ProcessGroupError: If the ranks lost each other.
+            ProcessGroupError: If a rank ended or a connection to it broke, unless ``status`` has a
+                failure, which is then raised.
         """
         if self.group is None:
             return Consensus(0, [status], [value], during)
@@ -330,7 +331,7 @@ class Meeting:
 
         Args:
             prepare: Called on this rank. An error that it raises is reported to all ranks.
-            status: Makes this rank's status from the result of ``prepare``.
+            status: Makes this rank's status from the result of ``prepare``; None: an empty one.
             during: As in :meth:`exchange`, if ``prepare`` is part of the work itself.
 
         Raises:
@@ -386,7 +387,7 @@ class Meeting:
         """Returns the first rank's value on all ranks; a collective call.
 
         Raises:
-            ProcessGroupError: If the ranks lost each other.
+            ProcessGroupError: If a rank ended or a connection to it broke.
         """
         if self.group is None:
             return value
@@ -399,21 +400,21 @@ class Meeting:
     def combined_by_first(
         self, step: str, work: Callable[[], T], combine: Callable[[list[T]], R], uri: str | None
     ) -> R:
-        """Returns the result of ``combine``, called on the first rank, to all; a collective call.
+        """Calls ``combine`` on the first rank; returns its result on all ranks; a collective call.
 
-        No other rank gets the results of all.
+        No other rank gets the results of all ranks' ``work``.
 
         Args:
             step: The step of the save or load, for messages.
             work: Called on this rank.
-            combine: Called on the first rank, with the results of all ranks.
+            combine: Called on the first rank, with the results of ``work`` by rank.
             uri: The checkpoint, for messages.
 
         Raises:
             BaseException: If ``work`` fails on a rank, or ``combine`` on the first: one error for
                 all ranks, see ``failures.one_error``. Its cause is a CheckpointException with the
                 failures of all ranks.
-            ProcessGroupError: If the ranks lost each other.
+            ProcessGroupError: If a rank ended or a connection to it broke.
         """
         return cast(R, self._through_first(Collectives.all_reduce, step, work, combine, uri))
 
@@ -424,9 +425,9 @@ class Meeting:
         divide: Callable[[list[T]], list[R]],
         uri: str | None,
     ) -> R:
-        """Returns this rank's part of the list that the first rank makes; a collective call.
+        """Calls ``divide`` on the first rank; returns its part for this rank; a collective call.
 
-        Otherwise like :meth:`combined_by_first`: ``divide`` returns a part for each rank.
+        Otherwise like :meth:`combined_by_first`: ``divide`` returns a list with a part by rank.
         """
         return cast(R, self._through_first(Collectives.reduce_scatter, step, work, divide, uri))
 
@@ -460,9 +461,9 @@ class Meeting:
             if failure is not None:
                 raise failure from exc
             raise ProcessGroupError(
-                f"the ranks lost each other {during or 'before they began'}: one ended or its "
-                "connection broke; find out which rank ended first and why, and start all of them "
-                "again",
+                f"the ranks lost each other{during and f' {during}'}: one of them ended, or a "
+                "connection between them broke; find out which rank ended first and why, and start "
+                "all of them again",
                 committed=None if during else False,
                 cause=exc,
             ) from exc
@@ -509,10 +510,10 @@ def collective(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 @contextlib.contextmanager
 def all_expected(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Watches a block that all ranks of a group must enter before any rank can leave it.
+    """Logs which ranks are missing in a block that no rank can leave before all have entered it.
 
-    Inside another such block of the same group, it does nothing. Outside a :func:`collective`
-    function nothing is logged, as the call has no name.
+    It logs once, after :data:`FIRST_LINE`. Inside another such block of the same group it does
+    nothing, and nothing outside a :func:`collective` function, as the call then has no name.
     """
     groups, call = _groups.get(), _call.get()
     if group is None or call is None or group in groups:

@@ -20,7 +20,7 @@ _WRAPPERS = {
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict.get_model_state_dict(model)"
 _NUMBERED = re.compile(r"\d+\.[^.]+")
-"""The name of a parameter's state in ``optimizer.state_dict()``."""
+"""The end of a name such as ``state.0.exp_avg``: ``optimizer.state_dict()`` numbers parameters."""
 _OPTIMIZER = re.compile(r"(.*?)(?<![^.])state\.(.+\.[^.]+)")
 
 
@@ -39,7 +39,7 @@ _STRICT = "pass strict=False, which loads the rest and reports what was not load
 
 
 def _wrapped(missing: str, stored: Collection[str]) -> str:
-    """Advises if the model's wrappers differ between save and load; else returns no text."""
+    """Returns advice if the model's wrappers differ between save and load; else an empty text."""
     bare = _bare(missing)
     saved_name = next((name for name in stored if _bare(name) == bare), None)
     if saved_name is None:
@@ -70,7 +70,7 @@ def _bare(name: str) -> str:
 
 
 def _of_rank(missing: str, stored: Collection[str]) -> str:
-    """Advises if only one of the saved and the wanted value is ``per_rank``; else no text."""
+    """Returns advice if only the saved or only the wanted value is a ``per_rank``; else empty."""
     bare = without_ranks(missing)
     if bare != missing and bare in stored:
         return f"; the checkpoint has {bare!r}, one value for all ranks: load it without per_rank"
@@ -84,7 +84,7 @@ def _of_rank(missing: str, stored: Collection[str]) -> str:
 
 
 def _container(missing: str, stored: Collection[str]) -> str:
-    """Advises if the checkpoint has a dict or list under the name; else returns no text."""
+    """Returns advice if the checkpoint has a dict or list under the name; else an empty text."""
     beneath = [name for name in stored if name.startswith(f"{missing}.")]
     if not beneath:
         return ""
@@ -96,7 +96,7 @@ def _container(missing: str, stored: Collection[str]) -> str:
 
 
 def _in_a_value(missing: str, stored: Collection[str]) -> str:
-    """Advises if the checkpoint has a value instead of a container; else returns no text."""
+    """Returns advice if the dict or list around the name is a single value there; else empty."""
     parts = missing.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     container = next((name for name in above if name in stored), None)
@@ -110,7 +110,7 @@ def _in_a_value(missing: str, stored: Collection[str]) -> str:
 
 
 def _of_optimizer(missing: str, stored: Collection[str]) -> str:
-    """Advises if a parameter's optimizer state was not saved; else returns no text."""
+    """Returns advice if the name is that of a parameter's optimizer state; else an empty text."""
     match = _OPTIMIZER.fullmatch(missing)
     if match is None or not any(name.startswith(f"{match[1]}param_groups") for name in stored):
         return ""

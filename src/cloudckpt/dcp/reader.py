@@ -54,7 +54,7 @@ logger = logging.getLogger("cloudckpt")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
-    """The checkpoint that a rank loads: its location, and the save that made it."""
+    """The checkpoint that a rank loads: its location, and the ID of the save, if it has one."""
 
     uri: str
     save_id: str | None
@@ -79,7 +79,7 @@ class Model(Protocol):
 
 
 def _model_at(store: ObjectStore, uri: CheckpointURI, config: Config) -> Model | None:
-    """Returns the model in safetensors files at a location; None if no such files are there."""
+    """Returns the model in safetensors files at a location; None if there is no complete one."""
     with late_imports:  # by its name, as `hf` is built on this package
         loading = import_module("cloudckpt.hf.loading")
     model: Model | None = loading.ModelFolder.find(store, uri, config)
@@ -194,14 +194,14 @@ class CloudStorageReader(OurReader):
         self._adopted_save: str | None = None  # the save whose metadata came from another rank
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads the metadata of the checkpoint, usually in two requests.
+        """Reads the metadata of the checkpoint.
 
         For checkpoints of cloudckpt, the mappings in the result create torch's objects on access.
 
         Raises:
             CheckpointNotFoundError: If the store says that no committed checkpoint exists.
-            CheckpointError: If torch has saved there with each rank on its own, or the metadata
-                can't be read for another reason.
+            CheckpointError: If torch has saved there with each rank on its own, or a defect of the
+                code prevents reading the metadata.
             UntrustedPickleError: If the metadata name code that is not on the allow-list.
             CheckpointCorruptError: If the commit object is damaged.
             CheckpointReplacedError: If the checkpoint was replaced during each of several attempts
@@ -286,7 +286,10 @@ class CloudStorageReader(OurReader):
         return metadata
 
     def packed(self) -> bytes | Model:
-        """Returns the metadata that were read, for the readers of other ranks to :meth:`adopt`."""
+        """Returns the metadata that were read, for the readers of other ranks to :meth:`adopt`.
+
+        They are pickled, or are the :class:`Model` if there is one instead of a checkpoint.
+        """
         return pickle.dumps(self._fetched) if self._model is None else self._model
 
     def adopt(self, packed: bytes | bytearray | memoryview | Model) -> Metadata:
@@ -427,7 +430,7 @@ class CloudStorageReader(OurReader):
     def begun(self, planner: LoadPlanner) -> Iterator[Load]:
         """Yields a load of the checkpoint whose metadata this reader was set up with.
 
-        Its events are emitted within the block; :attr:`transferred` is set at the end of the block.
+        At the end of the block, :attr:`transferred` is set, and the last events are emitted.
 
         Args:
             planner: Provides the tensors.

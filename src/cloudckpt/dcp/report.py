@@ -47,19 +47,19 @@ _EMPTY = (
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of a load on this rank; ``str()`` is a table of up to ten lines.
+    """The result of a load on this rank; ``str()`` is a text of up to seven lines.
 
     Names are written as in a checkpoint: keys joined by dots.
 
     Attributes:
         uri: The checkpoint.
         loaded: The names that were loaded.
-        missing: The names that the checkpoint does not have, and that keep their values. Empty if
-            the load was strict.
+        missing: The names that the checkpoint does not have, and that keep their values. Empty
+            unless missing names were allowed, for example by ``strict=False``.
         unexpected: The names that only the checkpoint has, apart from those in ``optimizer``.
-        converted: The names that were loaded in another form than they were saved in, and how: as
-            another element type, or from other chunks, such as of a tensor that is sharded
-            differently.
+        converted: The names that were not loaded exactly as they were saved, and how: with another
+            element type, from other chunks (of a tensor that is sharded differently), or by another
+            name, with which they share memory.
         left_alone: The names that keep their values although the checkpoint has an entry, and why.
         optimizer: The names of saved optimizer state for which the state dict has no entry, such as
             state of parameters that are frozen now, or of an optimizer that has made no step.
@@ -96,9 +96,10 @@ class LoadReport:
             uri: The checkpoint.
             left_alone: The names that keep their values although the checkpoint has an entry, and
                 why.
-            converted: The names that were loaded in another form, and how; None if the planner does
-                not report them.
-            unused: The names of other ranks' values, and of values that were read and not stored.
+            converted: See :class:`LoadReport`; None if the planner does not report them: then only
+                converted element types are found.
+            unused: The names of other ranks' values, and of values that were read, but not put into
+                the state dict.
         """
         stored, left_alone = metadata.state_dict_metadata.keys(), left_alone or {}
         if converted is None:
@@ -134,7 +135,7 @@ class LoadReport:
     def log(self) -> None:
         """Logs the report if it has more than loaded names.
 
-        It is a warning if values were left as they were, or optimizer state was not loaded.
+        It is a warning if there are names in ``left_alone`` or ``optimizer``, else of level INFO.
         """
         if any(getattr(self, name) for name in _ROWS):
             is_unintended = self.left_alone or self.optimizer
@@ -150,7 +151,14 @@ def _shown(names: Collection[str]) -> str:
 def _doubtful(
     wanted: Mapping[str, Any], groups: Sequence[str], states: tuple[str, ...], metadata: Metadata
 ) -> dict[str, str]:
-    """Returns the names of optimizer state that torch's functions change after a load, and how."""
+    """Returns, by name, how torch's functions for optimizers change loaded values.
+
+    Args:
+        wanted: The state dict that was loaded, by flat names.
+        groups: The names in it that belong to parameter groups.
+        states: The prefixes of the names of optimizer state.
+        metadata: The metadata of the checkpoint.
+    """
     changes: dict[str, str] = {}
     params = {name: wanted[name] for name in groups if name.endswith(".params")}
     if any(isinstance(one, list) and one and isinstance(one[0], str) for one in params.values()):

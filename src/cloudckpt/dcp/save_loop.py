@@ -3,9 +3,9 @@
 It takes the same steps as torch's saver, with the same planner and in the same order: each rank
 plans, the coordinator gathers the plans and hands out each rank's part, each rank writes, and the
 coordinator commits. Planning is skipped if possible. If every rank has a plan for exactly what it
-saves, and all have the same plan (they learn this in their meeting, see ``meeting``), each writes
-by its own plan. If any rank lacks it, all plan anew. A plan is kept once a save by it has
-committed.
+saves, and all these plans have the same number (they learn this in their meeting, see ``meeting``),
+each writes the items of its plan. Otherwise all plan anew. A plan is kept once a save that used it
+has committed.
 
 What this rules out:
 
@@ -14,9 +14,9 @@ What this rules out:
   same save.
 - *Some ranks have seen a save commit and others have not*, because one lost the others in between.
   Their plans differ afterwards.
-- *A rank remembers another earlier save by the plan than the coordinator.* If its locations have
-  not changed, a rank reports their digest only, and the coordinator compares it with its own record
-  of them.
+- *A rank and the coordinator remember different earlier saves of the plan.* A rank whose items have
+  the same locations as in the save before reports only a digest of them, and the coordinator
+  compares it with the digest of those that it remembers for this rank.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class SaveLoop:
         Raises:
             CheckpointExistsError: On the coordinator, if a checkpoint exists that must not be
                 overwritten.
+            KeyCollisionError: If two entries of the state dict would have the same name.
         """
         self._state_dict, self._meeting = state_dict, meeting
         self._is_coordinator = meeting.rank == 0
@@ -144,7 +145,11 @@ class SaveLoop:
             raise
 
     def _carry_out(self, writer: CloudStorageWriter, plan: KnownPlan) -> Metadata:
-        """Writes by a plan, and commits; each rank reports locations only if they have changed."""
+        """Sends this rank's items as planned, and commits once all ranks have sent theirs.
+
+        A rank reports the locations of its items to the coordinator only if they have changed
+        since the last save with this plan.
+        """
         meeting, is_new = self._meeting, not plan.saves
         planner = cast(DefaultSavePlanner, self._planner)
         entries: list[KnownPlan] = []
@@ -153,7 +158,7 @@ class SaveLoop:
         if writer.is_incremental:
             incremental.agree_on_base(meeting, writer, is_planned=is_new)
 
-        def write_data() -> tuple[Record, int]:  # with this rank's number to compare copies by
+        def write_data() -> tuple[Record, int]:  # with this rank's Copies.weighed
             if is_new:
                 entry = plan.finished(planner)
             else:
@@ -213,7 +218,7 @@ class SaveLoop:
         return committed_metadata(writer.uri, writer.config, attempt)
 
     def _by_protocol(self) -> Metadata:
-        """Plans, writes and commits with torch's calls, for custom planners and derived writers.
+        """Saves by the calls that torch's save makes, for custom planners and derived writers.
 
         Plans and results are pickled here, not by the collectives: a rank that can't pickle or
         unpickle a custom class would leave the others waiting.
@@ -265,7 +270,7 @@ class SaveLoop:
     def _plan_anew(self, writer: CloudStorageWriter) -> KnownPlan:
         """Makes a new plan together with the other ranks; returns this rank's part.
 
-        Ranks send their plans as columns, because the plans of a large job are millions of objects.
+        Ranks send their plans as columns of numbers: those of a large job are millions of objects.
         """
         planner = cast(DefaultSavePlanner, self._planner)
         planned: list[Planned] = []
@@ -305,11 +310,11 @@ class SaveLoop:
         )
 
     def _record_of(self, writer: CloudStorageWriter, plan: SavePlan) -> bytes:
-        """Returns the plan of this rank as the bytes of a record.
+        """Returns the plan of this rank, encoded as a :class:`Record` without locations.
 
         Raises:
-            UnsupportedTensorError: If torch can't save a tensor.
-            UnsupportedValueError: If the format can't express the plan.
+            UnsupportedTensorError: If a tensor can't be stored.
+            UnsupportedValueError: If the format can't express the plan for another reason.
         """
         try:
             with paused_gc():
@@ -325,14 +330,14 @@ class SaveLoop:
             ) from exc
 
     def _pending(self, writer: CloudStorageWriter, plan: KnownPlan, compared: int) -> Pending:
-        """Returns the object that the saving process stores if this trainer ends before the commit.
+        """Returns what the saving process leaves in the store if this trainer ends too early.
 
         The locations of the items are missing; the writer's ``sender`` adds them.
 
         Args:
             writer: The writer.
             plan: The plan of this rank.
-            compared: This rank's number for the comparison of copies.
+            compared: This rank's :meth:`Copies.weighed`.
         """
         hook = writer.commit_hook
         assert plan.record is not None

@@ -2,7 +2,7 @@
 
 A kept plan is this rank's part of a plan that all ranks have made together and committed a save
 with. Each common plan has a number, which the coordinator drew at random: ranks whose kept plans
-have the same number can use them without exchanging anything else.
+have the same number can use them without planning together again.
 
 A plan follows from the keys of a state dict, from the positions of its values, and from the shapes,
 types and placements of its tensors; not from their contents. Its outline (:func:`outline_of`) has
@@ -72,11 +72,15 @@ __all__ = [
 
 
 class CloudSavePlanner(DefaultSavePlanner):
-    """Plans as torch does, in about half the time, with errors that name the item."""
+    """Plans like torch's ``DefaultSavePlanner``, with errors that name the item."""
 
     @classmethod
     def like(cls, planner: SavePlanner) -> SavePlanner:
-        """Returns a planner of this class in place of torch's; any other planner unchanged."""
+        """Returns a planner of this class in place of torch's ``DefaultSavePlanner``.
+
+        Any other planner is returned unchanged, also one that caches plans or has a replaced
+        method.
+        """
         if type(planner) is not DefaultSavePlanner or _is_changed(planner):
             return planner
         return cls(
@@ -92,13 +96,13 @@ class CloudSavePlanner(DefaultSavePlanner):
     ) -> None:
         """Flattens the state dict as torch's planner does.
 
-        Without ``flatten_state_dict``, containers are saved unchanged. torch's planner rebuilds
-        them: keys become strings, of two keys with the same string one is lost, and so are empty
-        containers.
+        Without ``flatten_state_dict``, the containers in it are saved unchanged. torch's planner
+        rebuilds them even then: keys become strings, empty containers are lost, and so is one of
+        two keys that become the same string.
 
         Raises:
             KeyCollisionError: If two entries of the state dict would have the same name.
-            UnsupportedValueError: If a container contains itself.
+            UnsupportedValueError: If a container contains itself, or is nested too deeply.
         """
         check_nesting(state_dict)
         self.is_coordinator = is_coordinator
@@ -113,8 +117,8 @@ class CloudSavePlanner(DefaultSavePlanner):
         """Plans this rank's items as torch's planner does.
 
         Raises:
-            UnsupportedTensorError: If a tensor can't be planned, as it has no size or memory or is
-                of an unusual class, has a partial placement, or declares invalid shards.
+            UnsupportedTensorError: If torch can't plan to save a tensor, for example a lazy one,
+                or if a tensor has a partial placement or declares invalid shards.
         """
         for name, value in self.state_dict.items():
             if isinstance(value, DTensor):
@@ -135,7 +139,7 @@ def _check_planned(name: str, value: torch.Tensor) -> None:
     """Refuses a tensor that torch can't plan to save.
 
     Raises:
-        UnsupportedTensorError: If torch can't plan to save the tensor.
+        UnsupportedTensorError: If torch raises an error when it plans to save this tensor alone.
     """
     try:
         create_default_local_save_plan({name: value}, is_coordinator=False)
@@ -152,10 +156,10 @@ def _check_planned(name: str, value: torch.Tensor) -> None:
 
 
 def lost_by_flattening(state_dict: dict[str, Any], planner: object, uri: str) -> Structure:
-    """Returns the keys and empty dicts that the planner's flattening of a state dict has lost.
+    """Returns the original keys and the empty dicts that the flat names of a state dict lack.
 
-    The planner's paths are compared with the state dict. For planners that do not derive from
-    torch's, and ones that save another state dict than they were given, this is empty.
+    It is empty if the planner does not derive from torch's, does not flatten, or saves another
+    state dict than it was given (the paths of its names are then not those of this state dict).
 
     Args:
         state_dict: The state dict that is being saved.
@@ -183,7 +187,10 @@ class _UnknownError(Exception):
 
 
 def outline_of(flat: Flat) -> tuple[Any, ...] | None:
-    """Returns all that a plan depends on in a state dict; None if a value's effect is uncertain."""
+    """Returns what a plan depends on: the properties of a state dict, and whether grad is enabled.
+
+    None if the effect of one of its values on a plan is uncertain.
+    """
     try:
         values = [*map(_about, flat.values.values())]
     except (_UnknownError, RuntimeError):  # tensors without a shape raise the latter
@@ -193,7 +200,11 @@ def outline_of(flat: Flat) -> tuple[Any, ...] | None:
 
 
 def _about(value: Any) -> Any:
-    """Returns all properties of a value that affect its plan, or the layout of its bytes."""
+    """Returns all properties of a value that affect its plan, or the layout of its bytes.
+
+    Raises:
+        _UnknownError: If they are uncertain.
+    """
     cls = type(value)
     if cls in PLAIN:
         return _tensor(value)
@@ -245,10 +256,10 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _attributes(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Returns the shards that a tensor declares by attributes; None if they change no plan.
+    """Returns the shards that a tensor declares by attributes; None if it declares none.
 
     Raises:
-        _UnknownError: If their effect on a plan is uncertain.
+        _UnknownError: If the effect of the attributes on a plan is uncertain.
     """
     attributes = vars(tensor)
     if not attributes:
@@ -264,7 +275,7 @@ def _attributes(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 _MOST = 4
-"""Maximum entries: enough, for example, for a model and its averages, or two engines."""
+"""Maximum plans that are kept: enough for a model and its averages, or for two engines."""
 
 GroupRef: TypeAlias = "weakref.ref[dist.ProcessGroup] | None"
 
@@ -275,7 +286,7 @@ def ref_to(group: dist.ProcessGroup | None) -> GroupRef:
 
 
 PlanKey: TypeAlias = "tuple[GroupRef, tuple[Any, ...], tuple[Any, ...]]"
-"""What a plan depends on: the ranks, options (see :func:`flags_of`), and the outline."""
+"""What a plan depends on: the ranks, the planner's and writer's options, and the outline."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -283,19 +294,20 @@ class KnownPlan:
     """This rank's plan of a save, kept for later saves of the same structure.
 
     Attributes:
-        key: What the plan depends on; None if the state dict has no outline: the plan is not kept
-            then.
+        key: What the plan depends on; None if the state dict has no outline: the plan is then not
+            kept.
         number: The plan's number, the same on all ranks.
         plan: The plan of the items that this rank writes.
         copies: The items that this rank has in common with others.
-        of_all: On the coordinator, the plan of all ranks.
-        expected: About how many bytes this rank will write.
-        forms: For each item, how it is stored; None unless it is a small tensor in host memory.
-        extents: The locations of the items in the last save.
-        of_ranks: On the coordinator, the locations of all ranks' items; empty before the first
-            save.
+        of_all: On the coordinator, the plan of all ranks; None on others.
+        expected: About how many bytes this rank will write; 0 before :meth:`finished`.
+        forms: For each item that is a small tensor in host memory, how it is stored; None for
+            others. Empty before :meth:`finished`, and if the plan is not kept.
+        extents: The locations of the items in the last save; empty before the first.
+        of_ranks: By rank, the locations of its items in the last save; empty before the first save,
+            and on ranks other than the coordinator.
         saves: How many saves have used the plan.
-        record: The plan as a record without locations; None until it is needed.
+        record: The plan, encoded as a :class:`Record` without locations; None until it is needed.
     """
 
     key: PlanKey | None
@@ -311,7 +323,7 @@ class KnownPlan:
     record: bytes | None = None
 
     def finished(self, planner: DefaultSavePlanner) -> KnownPlan:
-        """Returns a copy with the plan that the planner has finished, and the items' forms."""
+        """Returns a copy with the plan as the planner finishes it, its size and its forms."""
         plan = planner.finish_plan(self.plan)
         made = replace(self, plan=plan, expected=expected_size(plan.items))
         if self.key is None:
@@ -327,7 +339,7 @@ class KnownPlan:
         return replace(made, forms=forms)
 
     def small_tensors(self, planner: DefaultSavePlanner) -> SmallTensors:
-        """Returns the small tensors of the items, whose data need not come from the planner."""
+        """Returns the small tensors, which can be sent without asking the planner for data."""
         return [
             None if form is None else (form, _local(planner.state_dict[item.index.fqn]))
             for item, form in zip(self.plan.items, self.forms, strict=False)
@@ -354,16 +366,17 @@ def drop(plan: KnownPlan) -> None:
 
 
 def remember(plan: KnownPlan) -> None:
-    """Keeps a plan with a key for later saves, in place of an earlier plan with this key."""
+    """Keeps a plan for later saves, in place of one with the same key; not one without a key."""
     if plan.key is not None:
         with _lock:
             _plans[:] = [plan, *(other for other in _plans if other.key != plan.key)][:_MOST]
 
 
 def flags_of(planner: object) -> tuple[Any, ...] | None:
-    """Returns the settings of a planner on which a plan depends; None for custom planners.
+    """Returns the settings on which a planner's plans depend; None if they must not be kept.
 
-    A planner that caches plans itself, or has a replaced method, counts as custom, too.
+    Only plans of a :class:`CloudSavePlanner` that flattens the state dict are kept, and only if it
+    does not cache plans itself and has no replaced method.
     """
     if type(planner) is not CloudSavePlanner or _is_changed(planner):
         return None
@@ -380,10 +393,12 @@ def new_number() -> int:
 
 
 def _form(name: str, value: torch.Tensor, sizes: torch.Size) -> StoredForm | None:
-    """Returns the form of an item that is a whole small tensor in host memory; else None.
+    """Returns how an item is stored that is a small tensor in host memory; None for any other.
+
+    None as well if the item is only a part of what this rank has of the tensor.
 
     Raises:
-        UnsupportedTensorError: If torch can't save the tensor.
+        UnsupportedTensorError: If the tensor can't be stored.
     """
     local = _local(value)
     if type(local) not in PLAIN or local.shape != sizes:

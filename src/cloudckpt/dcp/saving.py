@@ -44,7 +44,7 @@ SmallTensors = Sequence[tuple[StoredForm, torch.Tensor] | None]
 """For each item, a small tensor in host memory with its form; None for any other item."""
 
 _Small = tuple[int, int, StoredForm, torch.Tensor]
-"""A small tensor: the number of its item, its offset in the state's memory, its form, itself."""
+"""The number of an item, its offset in the state's buffer, its form, and the small tensor."""
 
 _PICKLED = WriteItemType.BYTE_IO
 _RUN = 256
@@ -52,7 +52,7 @@ _RUN = 256
 
 
 def expected_size(items: Sequence[WriteItem]) -> int:
-    """Returns about how many bytes items will take; planners may still change the data."""
+    """Returns about how many bytes items will take in objects; planners may change the data."""
     return sum(map(_size_of, items))
 
 
@@ -80,7 +80,8 @@ class Contents:
     def known(self, item: int, digest: Digest) -> Place | None:
         """Records an item's digest; returns the item's location in the base, or None if not there.
 
-        The object's number is -1 for the first of :attr:`references`, -2 for the next, and so on.
+        In a location, the number of the object is -1 for the first of :attr:`references`, -2 for
+        the next, and so on.
         """
         self._high[item], self._low[item] = digest
         place = None if self._base is None else self._base.find(digest)
@@ -91,7 +92,7 @@ class Contents:
 
     @property
     def references(self) -> tuple[WrittenObject, ...]:
-        """The objects of other checkpoints that hold items of this one."""
+        """The objects of other checkpoints that hold the items found so far."""
         return tuple(self._base.objects[number] for number in self._numbers) if self._base else ()
 
     def extents(self, places: Extents, own: int) -> Extents:
@@ -118,8 +119,8 @@ def digest_of(
             checksums.
 
     Returns:
-        The digest, and the checksums of the blocks. The tensor may be written to before it is sent;
-        bytes that match these checksums are the bytes of the digest.
+        The digest, and the checksums of the blocks; without ``algorithm``, none. The tensor may be
+        written to before it is sent; bytes that match these checksums are the bytes of the digest.
     """
     form, nbytes = type_prefix(tensor.dtype, tensor.shape), tensor.nbytes
     block = block_size_for(nbytes)
@@ -170,8 +171,9 @@ class StateLayout:
             destination: The checkpoint, the rank, and options.
             capabilities: The capabilities of the destination's store.
             small: The small tensors whose data need not come from the planner, if they are known.
-            contents: Collects the items' digests, and knows which items need not be sent.
-            digests: Makes digests by which the ranks compare the items.
+            contents: Collects the items' digests, and knows which items need not be sent; None if
+                the save is not incremental.
+            digests: Makes digests by which the ranks compare the items; None if it is not needed.
         """
         self._items, self._planner = items, planner
         self._small: SmallTensors = small or [None] * len(items)
@@ -223,9 +225,9 @@ class StateLayout:
         self._unloadable.check()
 
     def _in_memory(self, number: int, memory: Memory) -> _Small | None:
-        """Returns an item as a small tensor in memory that plans can refer to; else None.
+        """Returns an item that is a small tensor in the state's buffer; None for any other.
 
-        If its memory is gone, the slower path reports the error.
+        None as well if its memory was freed: :meth:`_data_of` then raises the error.
         """
         known = self._small[number]
         if known is None:
@@ -242,7 +244,10 @@ class StateLayout:
         return None if start is None else (number, start, form, tensor)
 
     def _run(self, run: Sequence[_Small], memory: Memory) -> Iterator[ObjectPlan]:
-        """Yields the plans of small tensors, one for each object to which any are assigned."""
+        """Yields the plans of small tensors, one for each object to which any are assigned.
+
+        Tensors that an earlier checkpoint has are left out.
+        """
         kept = [
             (one, sums)
             for one in run
@@ -316,8 +321,8 @@ class StateLayout:
 
         Raises:
             ShapeMismatchError: If a tensor has another shape than planned.
-            UnsupportedTensorError: If the tensor can't be stored, or the planner returned another
-                class.
+            UnsupportedTensorError: If the tensor can't be stored, or the planner returned bytes in
+                place of a tensor, a tensor in place of bytes, or neither.
             UnsupportedValueError: If a value can't be pickled.
         """
         planner, fqn = self._planner, item.index.fqn

@@ -102,7 +102,7 @@ class Report(NamedTuple):
     Attributes:
         record: The record of the written items.
         indices: The indices of the items, in the plan's order.
-        copies: The digests of all items that it has.
+        copies: The digests of all items that it has; empty if the ranks do not compare them.
     """
 
     record: Record
@@ -139,7 +139,7 @@ class OurWriter(StorageWriter):
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Deletes this rank's objects of a failed save, if they may be deleted."""
+        """Deletes this rank's objects of a save that is certainly not committed."""
 
 
 class CloudStorageWriter(OurWriter):
@@ -336,9 +336,9 @@ class CloudStorageWriter(OurWriter):
             self._baseline.answer()
 
     def note_planning(self, state_dict: dict[str, Any], planner: Any, *, compares: bool) -> None:
-        """Records the keys and empty dicts of a state dict that the planner's flattening loses.
+        """Records what the commit needs of a state dict, which torch does not pass to writers.
 
-        A writer needs this call, as torch passes it no state dict.
+        This is the original keys and the empty dicts, which the flat names lack.
 
         Args:
             state_dict: The state dict.
@@ -510,7 +510,7 @@ class CloudStorageWriter(OurWriter):
         return manifest
 
     def discard(self) -> None:
-        """Deletes this rank's objects of a save that was certainly not committed."""
+        """Deletes this rank's objects of a save that is certainly not committed, and its marks."""
         self._let_go_of_base()
         self._delete(self._written)
         self._written = []
@@ -543,7 +543,7 @@ class CloudStorageWriter(OurWriter):
             except CloudCheckpointError as error:
                 logger.warning(
                     "%s: it is unknown whether this save is committed, because its commit object "
-                    "could not be read (cloudckpt inspect reads it again): %s",
+                    "could not be read: run cloudckpt inspect on this location (cause: %s)",
                     self.uri,
                     error,
                 )
