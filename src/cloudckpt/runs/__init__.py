@@ -1,7 +1,8 @@
 """Lists, restores, copies, compares, verifies, prunes and sweeps the checkpoints of a run.
 
-The package exports the result types of the functions in :mod:`cloudckpt`, and the types that a
-``CheckpointManager`` takes and returns. Modules that need torch are imported on first use.
+The package exports four functions, the result types of the functions in :mod:`cloudckpt`, and the
+types that a ``CheckpointManager`` takes and returns. All are imported on first use, as most need
+torch.
 """
 
 from __future__ import annotations

@@ -125,11 +125,13 @@ class Adoption:
     def carry_out(self, until: float) -> None:
         """Waits for the records, checks them and the objects, commits, and deletes the records.
 
+        If another job commits the step meanwhile, its commit stays.
+
         Args:
             until: When to stop waiting, by :func:`time.monotonic`.
 
         Raises:
-            IncompleteSaveError: If the step can't be committed; also if it is committed already.
+            IncompleteSaveError: If the step can't be committed; also if it was committed before.
             StoreError: If the store refuses or stays unreachable.
             CommitUnknownError: If the store does not say whether the commit took place.
         """
@@ -182,7 +184,7 @@ class Adoption:
             time.sleep(_BETWEEN_LISTINGS)
 
     def _read_records(self) -> None:
-        """Lists the records in the step's folder; reads new ones, and those of unfinished ranks."""
+        """Lists the records in the step's folder; reads new ones, and unfinished ones again."""
         below = self._uri.key("")
         listed = {
             info.key: info.modified or 0.0
@@ -289,7 +291,15 @@ class Adoption:
         view.each(check, objects)
 
     def _commit(self, manifest: Manifest, pending: Pending, baseline: Baseline) -> None:
-        """Writes ``.metadata`` if the records' job still holds the claim, and runs the hook."""
+        """Writes ``.metadata`` if the records' job still holds the claim, and runs the hook.
+
+        If another job has committed the step meanwhile, that is logged, and nothing is written.
+
+        Raises:
+            IncompleteSaveError: If another job has claimed the run.
+            CommitUnknownError: If the store does not say whether the commit took place.
+            CloudCheckpointError: An error of the hook before the commit, or of the store.
+        """
         store, uri, retrier = self._run.store, str(self._uri), self._run.retrier
         body = manifest.data(pending.notes)
         trial = self._uri.key(trial_name(manifest.attempt))

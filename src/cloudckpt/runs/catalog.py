@@ -49,17 +49,18 @@ class CheckpointSummary:
     Attributes:
         uri: The location of the checkpoint.
         step: The step of the checkpoint; None if its folder is not named like a step.
-        is_committed: Whether the checkpoint can be loaded. If not, its save is in progress, or was
+        is_committed: Whether the checkpoint is committed. If not, its save is in progress, or was
             killed.
-        is_pending: Whether the checkpoint is uncommitted, and its saving processes have outlived
-            their trainers and are sending the data, or have sent it. The next job's ``restore()``
-            or ``cloudckpt recover`` commits it.
+        is_pending: Whether the checkpoint is uncommitted, and saving processes whose trainers have
+            ended are sending its data, or have sent it. When all data is sent, the next job's
+            ``restore()`` or ``cloudckpt recover`` commits it.
         is_referred_to: Whether other checkpoints of the run, or saves in progress, may refer to
             objects of this checkpoint: these objects stay when it is deleted.
         is_abandoned: Whether the checkpoint is committed, but not on the line of its run: its
             training was given up, or its job was replaced (:mod:`cloudckpt.runs.line`).
-        job: The job that saved the checkpoint; empty if that is not known.
-        nbytes: Bytes of all objects in the checkpoint's folder, with leftovers of killed saves.
+        job: The name of the job that saved the checkpoint; empty if that is not known.
+        nbytes: Bytes of the objects directly in the checkpoint's folder that cloudckpt or torch has
+            written, with leftovers of killed saves.
         modified: When the newest of these objects was written, in seconds since 1970 by the store's
             clock; None if the store does not report it.
     """
@@ -140,7 +141,10 @@ class History:
     unread: dict[int, CloudCheckpointError]
 
     def scores(self, metric: str) -> dict[int, float]:
-        """Returns the values of a metric by step, for the steps on the line; NaN is left out."""
+        """Returns the values of a metric by step, for the steps on the line that have it.
+
+        Steps with the value NaN are left out.
+        """
         values = {step: notes.metrics.get(metric, math.nan) for step, notes in self.line.items()}
         return {step: score for step, score in values.items() if not math.isnan(score)}
 
@@ -165,7 +169,7 @@ class Run:
             run: The folder of the run.
             step_name: The pattern of the checkpoints' folder names.
             config: Options.
-            view: The view through which the store is read; None for a new one for each method.
+            view: The view through which the store is read; None to make one at each use.
         """
         self.root = CheckpointURI.parse(run)
         self.names = StepNames(step_name)
@@ -180,11 +184,11 @@ class Run:
 
     @property
     def view(self) -> View:
-        """The view through which the store is read."""
+        """The view that was given to this object; if none was, a new one at each access."""
         return View(self.root, self.config) if self._view is None else self._view
 
     def through(self, view: View) -> Run:
-        """Returns the same run, but reads the store through ``view``, which may be cancelled."""
+        """Returns a copy of this run that reads the store through ``view``."""
         return Run(self.root, step_name=self.names.pattern, config=self.config, view=view)
 
     def uri(self, step: int) -> CheckpointURI:
@@ -192,7 +196,7 @@ class Run:
         return self.root.join(self.names.name(step))
 
     def steps_among(self, folders: Iterable[str]) -> list[int]:
-        """Returns the steps that folder names stand for, oldest first; ignores other names."""
+        """Returns the steps whose folders have these names, oldest first; ignores other names."""
         return sorted(step for step in map(self.names.step, folders) if step is not None)
 
     def steps(self, *, warns: bool = True) -> list[int]:
@@ -246,14 +250,15 @@ class Run:
         :mod:`cloudckpt.runs.line` says which steps are on the line. Notes are read on demand, so
         an unreadable old step does not fail a caller that needs a newer one. If the notes of a step
         can't be read, the error is yielded in their place, and the step counts as on the line. If
-        no step is left on the line that the claim describes, the newest step decides which steps
-        are on the line, and these are yielded once more.
+        the line that the claim describes has no step left, the newest step decides which steps are
+        on the line, and these are yielded once more. If steps were committed meanwhile, and no step
+        on the line was yielded yet, all steps may be yielded once more.
 
         Args:
-            steps: The steps to read, oldest first, the newest of the run among them; None reads
-                all.
-            adopt: Commits an uncommitted step if possible; called for each that is newer than the
-                newest committed one on the line. None adopts no step.
+            steps: The steps to read, oldest first; they have to include the run's newest step. None
+                reads all.
+            adopt: Called with each uncommitted step that is newer than the newest committed one on
+                the line, to commit it if possible. None leaves such steps uncommitted.
         """
         run = self.through(self.view)
         owner, is_gone, passed = run.owner(), True, list[tuple[int, Notes]]()
@@ -266,7 +271,7 @@ class Run:
             return line.is_same_training(notes)
 
         def has_come(above: int) -> bool:
-            """Whether a step above this one was committed since the listing."""
+            """Whether a higher step than this one was committed since the listing."""
             if steps is not None or not missing:
                 return False
             now = {step for step in run.steps(warns=False) if step > above}
@@ -304,7 +309,7 @@ class Run:
     def _read(
         self, steps: Sequence[int]
     ) -> Iterator[tuple[int, Notes | CloudCheckpointError | None]]:
-        """Yields each step, newest first, with its notes, its error, or None if not committed.
+        """Yields each step, newest first, with the result of :meth:`_notes_or_error`.
 
         The notes of the newest step are read alone, then those of 2, 4, 8 ... steps at once.
         """
@@ -315,7 +320,7 @@ class Run:
             count = min(2 * count, self.config.requests_at_once)
 
     def _notes_or_error(self, step: int) -> Notes | CloudCheckpointError | None:
-        """Reads the notes of a step, and returns the error instead of raising it."""
+        """Returns the notes of a step, or the error of reading them; None if not committed."""
         try:
             return self.notes(step)
         except (CheckpointError, StoreError) as error:
@@ -360,7 +365,7 @@ class Run:
         )
 
     def log_unread(self, unread: Mapping[int, CloudCheckpointError]) -> None:
-        """Logs one error for all steps whose notes can't be read; it names the first of them."""
+        """Logs one error for all steps whose notes can't be read; it names the oldest of them."""
         if unread:
             logger.error(
                 "%s: the notes of %s can't be read, so the step is neither "
@@ -407,9 +412,9 @@ class Run:
         return sorted(summaries, key=lambda item: (item.step is None, item.step or 0, item.uri))
 
     def summary(self, folder: str) -> CheckpointSummary | None:
-        """Describes the checkpoint in a folder of the run; None if the folder has no checkpoint.
+        """Describes the checkpoint in a folder of the run, without ``job`` and ``is_abandoned``.
 
-        Other programs' folders may have names that are not valid in a location (``..``, ``what?``).
+        None if the folder has no checkpoint, or its name is not valid in a location (``what?``).
         """
         if not CheckpointURI.accepts(f"{self.root}/{folder}"):
             return None
@@ -433,10 +438,10 @@ class Run:
 
 
 def objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
-    """Lists the objects directly beneath a folder whose names are cloudckpt's or torch's.
+    """Lists the objects directly in a folder that cloudckpt or torch has written, by their names.
 
-    In a folder with a thousand names or more, only names that begin like these are listed beyond
-    the first thousand.
+    ``below`` is the key of the folder with a slash at its end. Of a folder with a thousand names or
+    more, only the names that begin like these are listed beyond the first thousand.
     """
     level = view.level(below)
     objects = [entry for entry in level if isinstance(entry, ObjectInfo)]
@@ -449,5 +454,5 @@ def objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
 
 
 def is_ours(name: str) -> bool:
-    """Returns whether cloudckpt or torch writes objects of this name into a checkpoint."""
+    """Returns whether cloudckpt or torch writes objects of this name into checkpoints' folders."""
     return name == METADATA or _OURS.fullmatch(name) is not None or is_keep_name(name)

@@ -81,7 +81,7 @@ def copy_checkpoint(
         source: The location of the checkpoint.
         target: The location of the copy; its options say whether it may replace a checkpoint.
         progress: Counts the copied bytes.
-        skips_same: Whether nothing is copied if the target has an identical checkpoint.
+        skips_same: Whether nothing is copied if the target already has a copy of the checkpoint.
 
     Raises:
         CheckpointReplacedError: If the source was replaced meanwhile; the caller may try again.
@@ -135,7 +135,8 @@ def _tasks(part: ReadContent, source: Run, target: Run, attempt: str) -> dict[st
     For a copy to its own location, only objects in the folders of other checkpoints are copied.
 
     Raises:
-        CheckpointCorruptError: If an object without checksum is missing or too short.
+        CheckpointCorruptError: If the checkpoint has no checksums, and an object is missing or too
+            short.
     """
     uri, to, algorithm = source.root, target.root, part.commit.checksum
     objects: dict[str, tuple[int, int | None]] = {}  # size and checksum
@@ -245,7 +246,7 @@ def _send(
 
 
 def _has_the_same(target: Run, ours: ReadContent) -> bool:
-    """Returns whether the target already has a checkpoint of equal checksums, sizes and notes.
+    """Returns whether the target already has a complete checkpoint of equal checksums and notes.
 
     Checkpoints without checksums never count as the same.
     """
@@ -269,7 +270,7 @@ def _has_the_same(target: Run, ours: ReadContent) -> bool:
 
 
 def _content(part: ReadContent) -> bytes:
-    """Returns a checkpoint's record as bytes without the names of objects, which a copy changes."""
+    """Returns a checkpoint's metadata as bytes, without names of objects: a copy changes these."""
     record = part.commit.record
     assert record is not None  # the checkpoint has checksums
     unnamed = partial(replace, rank=0, ordinal=0, attempt="", folder="")

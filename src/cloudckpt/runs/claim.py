@@ -62,7 +62,8 @@ def _put_claim(run: Run, document: Mapping[str, Any], seen: Owner | None) -> str
     Args:
         run: The run.
         document: The content of the object.
-        seen: The claim that it replaces; None if there must be none.
+        seen: The claim that it replaces, if that is still the current one; None if the run must not
+            be claimed yet.
 
     Raises:
         CheckpointConflictError: If another job has claimed the run meanwhile.
@@ -90,7 +91,8 @@ def copy_claim(origin: Run, goal: Run) -> None:
     """Copies the claim of a run to its copy, so that both have the same line.
 
     Does nothing if the source has no claim, or if a job has claimed the target itself. An earlier
-    copy of a claim is replaced: its line lacks the jobs that have claimed the source since.
+    copy of the claim is replaced: it does not name the jobs that have claimed the source since. If
+    the target's claim can't be written, a warning is logged.
 
     Raises:
         StoreError: If a store refuses or stays unreachable.
@@ -140,14 +142,19 @@ class OwnLine(CommitHook):
         run: The run.
         claimed_by: The job's name, which is part of each step's notes; empty until the job claims
             the run.
-        base: The location of the restored checkpoint, if the next save is incremental and the first
-            since a restore, and so may refer to that checkpoint's data; otherwise None.
+        base: The restored checkpoint, if saves are incremental and none has begun since the
+            restore: the next save may refer to the data of this checkpoint. Otherwise None.
         has_restored: Whether the job has called ``restore()`` without ``source``, and so knows
             whether the run has steps.
     """
 
     def __init__(self, run: Run, meeting: Meeting, inner: CommitHook | None) -> None:
-        """Reads the current claim of the run; ``inner`` is the user's hook.
+        """Reads the current claim of the run; a collective call.
+
+        Args:
+            run: The run.
+            meeting: The ranks of the job.
+            inner: The user's hook; None if there is none.
 
         Raises:
             ConfigError: If the run's location is a checkpoint.
@@ -172,7 +179,10 @@ class OwnLine(CommitHook):
         return self.run.owner()
 
     def check_claim(self) -> None:
-        """Waits for the answer to a claim in progress, checks the claim, calls the user's hook.
+        """Checks that this job still holds the claim of the run, and calls the user's hook.
+
+        Waits for the answer to a claim in progress. The claim is not checked before the job has
+        begun to claim the run.
 
         Raises:
             CheckpointConflictError: If another job has claimed the run, or the claim was deleted.
@@ -196,10 +206,11 @@ class OwnLine(CommitHook):
         self._inner.after_commit(uri, metadata)
 
     def go_on_from(self, step: int | None, notes: Notes | None) -> None:
-        """Makes the next save continue a restored step.
+        """Makes the next save continue a restored step; a collective call.
 
         Args:
-            step: The restored step; None if there was no step to restore.
+            step: The restored step; None if there was none to restore, so that the next save begins
+                a new training.
             notes: The notes of the step; None without a step.
         """
         continues = {} if step is None or notes is None else notes.continued_at(step)
@@ -214,13 +225,16 @@ class OwnLine(CommitHook):
         self.base = str(self.run.uri(step)) if step is not None and is_base else None
 
     def claim(self, *, saves: bool = True) -> Notes:
-        """Claims the run if it is not claimed yet or a new line begins, on all ranks together.
+        """Claims the run if this job has not done so, or a new line begins; a collective call.
+
+        A new line begins with the first save, and with the first save after a restore.
 
         Args:
-            saves: Whether the job is about to save; if not, but to delete, the current line stays.
+            saves: Whether the job is about to save. False before a deletion: a claim then keeps the
+                run's current line.
 
         Returns:
-            Notes that name the job and the jobs that it continues, to be completed by a save.
+            Notes that name the job and the jobs that it continues, without a step and metrics.
 
         Raises:
             CheckpointConflictError: If another job has claimed the run.
@@ -245,14 +259,17 @@ class OwnLine(CommitHook):
             )
 
     def _claim_run(self, *, saves: bool) -> tuple[str, bool]:
-        """Claims the run on rank 0 if a save begins a new line, or no claim has succeeded yet.
+        """Claims the run if a save begins a new line, or this job has not claimed it successfully.
 
-        A save waits for up to ten seconds; if the store has not answered by then, the commits of
-        saves that begin now wait for the claim, and fail if it fails. A deletion waits for the
-        answer.
+        Called on rank 0. A save waits for up to ten seconds; if the store has not answered by then,
+        the commits of saves that begin now wait for the claim, and fail if it fails. A deletion
+        waits for the answer.
 
         Returns:
             The job's name, and whether the store has answered.
+
+        Raises:
+            CloudCheckpointError: If the store has answered, and the run can't be claimed.
         """
         claim, patience = self._claim, None
         has_failed = claim is not None and claim.done() and claim.exception() is not None
@@ -277,7 +294,11 @@ class OwnLine(CommitHook):
         return self.claimed_by, is_there
 
     def _begin(self, saves: bool) -> Future[Owner]:
-        """Begins to claim the run under a new job name, in a thread of its own."""
+        """Begins to claim the run under a new job name, in another thread; see :meth:`claim`.
+
+        Returns:
+            The future of the new claim.
+        """
         before, continues = self._claim, self._continues
         if not saves:  # a deletion keeps the current line
             line = self.run.history().line
@@ -300,7 +321,21 @@ class OwnLine(CommitHook):
         return self._claim
 
     def _claimed(self, job: str, continues: Mapping[str, int], seen: Owner | None) -> Owner:
-        """Claims the run, or keeps the existing claim if the store forbids to replace it."""
+        """Claims the run, or uses the existing claim if the store forbids to replace it.
+
+        Args:
+            job: The new name of this job.
+            continues: The jobs that this job continues, each with its last step.
+            seen: The claim to replace; None if there must be none.
+
+        Returns:
+            The new claim, or the existing one, whose name this job then has.
+
+        Raises:
+            AccessDeniedError: If there is no claim, or if saves in progress have the new name.
+            CheckpointConflictError: If another job has claimed the run meanwhile.
+            CloudCheckpointError: If the claim can't be written for another reason.
+        """
         document = {
             "job": job,
             "continues": [*continues.items()],
@@ -324,7 +359,7 @@ class OwnLine(CommitHook):
             return seen
 
     def _warn_of_steps(self) -> None:
-        """Logs a warning if the run has steps and the job saves without calling ``restore()``."""
+        """Logs a warning if the run has committed steps; the job has not called ``restore()``."""
         steps = reversed(self.run.steps())
         if (newest := next(filter(self.run.is_committed, steps), None)) is not None:
             logger.warning(

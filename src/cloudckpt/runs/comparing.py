@@ -1,7 +1,8 @@
 """Compares two checkpoints: their entries by metadata, and the content of entries by checksums.
 
-The checksums of blocks can be combined into the checksum of a whole tensor if each of its chunks
-consists of whole rows. So tensors saved by different numbers of ranks can still be compared.
+The checksums of chunks can be combined into the checksum of a whole tensor if the tensor was
+divided only along its first dimension. So tensors saved by different numbers of ranks can still be
+compared.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class ComparedItem:
             compared.
         first: The entry in the first checkpoint; None if that checkpoint lacks it.
         second: The entry in the second checkpoint; None if that checkpoint lacks it.
-        differing: For ``changed``: the bytes of the chunks that differ; None if not known.
+        differing: For ``changed``: the bytes of the chunks that differ; None if not known, and for
+            the other verdicts.
     """
 
     name: str
@@ -62,7 +64,10 @@ class Comparison:
 
     @property
     def are_same(self) -> bool | None:
-        """Whether all entries are the same; None if some can't be compared and no other differs."""
+        """Whether all entries are the same; None if some can't be compared, and no other differs.
+
+        False if any entry differs.
+        """
         verdicts = {item.verdict for item in self.items}
         if verdicts <= {"same", "unknown"}:
             return None if "unknown" in verdicts else True
@@ -78,7 +83,7 @@ def diff(
 ) -> Comparison:
     """Compares two checkpoints entry by entry, and the content of entries by their checksums.
 
-    No tensor is read. Equal checksums count as equal content: of 2³² blocks that differ, one has
+    No tensor is read. Equal checksums count as equal content: of 2³² different blocks, one has
     the same checksum by chance. Notes, metrics, and the division of tensors among ranks are not
     compared.
 
@@ -201,8 +206,8 @@ def _by_checksums(
 def _joined(chunks: dict[_Box, _Chunk], stored: StoredItem) -> _Chunk | None:
     """Combines the checksums of a tensor's chunks into the checksum of the whole tensor.
 
-    Returns None if the chunks are not whole rows that follow one another without a gap, are not
-    stored as raw elements, or have checksums of several algorithms.
+    Returns None if the tensor was not divided along its first dimension only, if chunks are missing
+    or not stored as raw elements, or if their checksums are of several algorithms.
     """
     shape, kinds = stored.shape, {one.algorithm for one in chunks.values()}
     if not shape or len(kinds) != 1:

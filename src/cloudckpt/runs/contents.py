@@ -52,7 +52,7 @@ class SaveTimes:
     Attributes:
         ranks: For each rank a tuple: its number, when its planning began, when its first byte was
             sent, when the store had all of its data, and how many bytes it sent.
-        committing: When the commit began.
+        committing: When all ranks had written, by the first rank's clock.
     """
 
     ranks: tuple[tuple[int, int, int, int, int], ...]
@@ -61,18 +61,18 @@ class SaveTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContents:
-    """The contents of a checkpoint: entries, notes, and references to other checkpoints.
+    """The entries of a checkpoint, its notes, and what it needs of other checkpoints.
 
     Attributes:
         uri: The location of the checkpoint.
         items: The entries, sorted by name.
         notes: The notes saved with the checkpoint.
         has_checksums: Whether the checkpoint can be verified by checksums; False for those of
-            torch's own writers.
+            torch's own writers, and for models in safetensors files.
         shared: For each other checkpoint of the run that this one refers to, by location, the bytes
             of it that this one needs, including torch's format around each tensor; empty if this
             one refers to no other checkpoint.
-        times: The times of the save; None if they were not recorded, as by torch's own writers.
+        times: The times of the save; None if it has not stored them, as with torch's own writers.
     """
 
     uri: str
@@ -126,7 +126,7 @@ class ReadContent:
 
     Attributes:
         commit: The commit object, parsed.
-        places: The positions of the entries' bytes in the data objects.
+        places: Locates the bytes of the entries in the data objects.
     """
 
     commit: CommitObject
@@ -143,7 +143,7 @@ class ReadContent:
         return self.commit.record is not None
 
     def shared(self) -> dict[str, int]:
-        """Returns how many bytes the checkpoint refers to in other checkpoints, by their folder."""
+        """Returns how many bytes of other checkpoints this one needs, by their folders' names."""
         sizes: dict[str, int] = {}
         if (record := self.commit.record) is not None and len(record.extents):
             extents, sums = record.extents, unfilled(len(record.objects)).zero_()
@@ -154,7 +154,7 @@ class ReadContent:
         return sizes
 
     def times(self) -> SaveTimes | None:
-        """Returns the times of the save; None if they were not recorded."""
+        """Returns the times of the save; None if the save has not stored them."""
         record = self.commit.record
         if record is None or not len(record.times):
             return None
@@ -175,7 +175,7 @@ class ReadContent:
                 yield _stored(name, known.shape, known.form.dtype, known.count)
 
     def item(self, name: str, entry: object) -> StoredItem:
-        """Describes one entry, given its name and its value in torch's metadata."""
+        """Describes one entry, given its name, and torch's metadata of it; None for no tensor."""
         if isinstance(entry, TensorStorageMetadata):
             return _stored(name, tuple(entry.size), entry.properties.dtype, len(entry.chunks))
         nbytes = self.places.wholes([MetadataIndex(name)])[0].nbytes

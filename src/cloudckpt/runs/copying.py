@@ -148,7 +148,11 @@ class _Copy:
 def _carry_out(
     copies: Sequence[_Copy], origin: Run, goal: Run, done: Progress
 ) -> tuple[Copied, list[CloudCheckpointError]]:
-    """Copies checkpoints one after the other; returns the errors of damaged and deleted ones."""
+    """Copies checkpoints one after the other.
+
+    Returns:
+        How much was copied, and the errors of the checkpoints that are damaged or were deleted.
+    """
     done.total = sum(each.nbytes for each in copies)
     copied, failed = Copied(), list[CloudCheckpointError]()
     for each in copies:
@@ -174,8 +178,11 @@ def planned(
 ) -> list[tuple[str, str, int]]:
     """Lists the checkpoints that :func:`copy` would copy, as (source, target, bytes).
 
-    Checkpoints that the target already has are included. Raises the errors of :func:`copy` that
-    can be detected without copying.
+    The bytes are those of all objects in a step's folder; of a single checkpoint, those of its
+    entries. Checkpoints that the target already has are included.
+
+    Raises:
+        CloudCheckpointError: The errors of :func:`copy` that can be detected without copying.
     """
     origin, goal = _ends(source, target, config)
     copies = _copies(origin, goal, step_name)
@@ -192,7 +199,11 @@ def _ends(
     target_config: Config | None = None,
     overwrite: bool | None = None,
 ) -> tuple[Run, Run]:
-    """Parses the source and the target; the source's options always verify checksums."""
+    """Returns the source and the target of a copy, each with its options.
+
+    The options of the source always verify checksums. ``target_config`` and ``overwrite`` are those
+    of :func:`copy`.
+    """
     options = replace(config_or_default(config), verify=True)
     to = config_or_default(options if target_config is None else target_config)
     to = to if overwrite is None else replace(to, overwrite=overwrite)
@@ -200,7 +211,7 @@ def _ends(
 
 
 def _at(run: Run, location: CheckpointURI) -> Run:
-    """Returns the run, or the checkpoint, at another location with the same options."""
+    """Returns what is at another location, a run or a checkpoint, with the options of ``run``."""
     return Run(location, config=run.config)
 
 
@@ -210,7 +221,7 @@ def detach(
     config: Config | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Copied:
-    """Copies the objects that a checkpoint refers to in other checkpoints into its own folder.
+    """Copies the objects of other checkpoints that a checkpoint refers to into its own folder.
 
     The bytes are copied as by :func:`copy`, and the checkpoint's commit object is replaced by one
     that names the copies. The shared objects are deleted if no other checkpoint needs them.

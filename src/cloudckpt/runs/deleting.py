@@ -66,6 +66,9 @@ def delete_at(
         check: Called before each try to delete the commit object. If it raises at the first try,
             nothing is deleted; later the commit object may be gone, if the answer was lost.
         deleted: Called when the commit object is deleted, before the data.
+
+    Raises:
+        CloudCheckpointError: The errors of :func:`delete` and of ``check``.
     """
     store, retrier = open_store(location, config), Retrier(config.retry)
     commit = location.key(METADATA)

@@ -31,7 +31,8 @@ def matching(location: str, config: Config | None = None) -> list[str]:
 
     Raises:
         CheckpointNotFoundError: If no folder matches.
-        InvalidURIError: If the text before the pattern is not a valid location.
+        InvalidURIError: If the text before the pattern is not a valid location, or the name of the
+            bucket contains a pattern.
         StoreError: If the store refuses or stays unreachable.
     """
     names = location.split("/")
@@ -64,9 +65,10 @@ def runs_beneath(
 ) -> list[Run]:
     """Searches a folder or bucket, and the folders beneath it, for runs; sorted by location.
 
-    Five levels of folders are searched, each folder in one request. Not searched are folders whose
-    names begin with a dot, folders of checkpoints, and folders whose first thousand names are all
-    names of files.
+    Five levels of folders are listed, each folder with one request per thousand names. Not listed
+    are folders whose names begin with a dot, folders in checkpoints, and folders in which the first
+    thousand names are names of files. Of folders named like steps only the newest three are looked
+    into, to see whether they are checkpoints.
 
     Raises:
         InvalidURIError: If ``location`` is not a valid location.
@@ -93,7 +95,10 @@ def runs_beneath(
 
 
 def _list(view: View, uri: CheckpointURI) -> tuple[list[str], bool]:
-    """Returns the names of subfolders, and whether objects of a checkpoint lie in the folder."""
+    """Returns the names of subfolders, and whether the folder directly has a checkpoint's objects.
+
+    The names are empty if the first thousand entries have no folder.
+    """
     level = view.level(below := uri.key(""))
     names = [entry for entry in level if isinstance(entry, str)]
     if names and len(level) >= AT_FIRST:

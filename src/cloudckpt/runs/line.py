@@ -17,14 +17,16 @@ Suppose that job A has saved steps 1 to 3, and that job B has restored step 3:
 - *B then saves 4.* B's claim says that B continues A up to step 3. From now on A's steps 4 to 6 are
   abandoned, and A's commits are refused. A step that A commits after its last check of the claim,
   and after B's claim, is abandoned, too.
-- *B is killed before its first commit.* The line consists of the steps that B continues.
+- *B is killed after its claim and before its first commit.* The line consists of the steps that B
+  continues.
 - *B is told to restore step 2.* It continues A up to step 2.
 - *B has not restored a step.* It continues no job, and its steps are a new line.
 
-Without a claim, as in a copy of single steps or in a run of another program, the newest step
-decides: the line consists of its job and of what that job continues. The same applies if no step is
-left on the line of the claim, for example because a job that restored nothing was killed before its
-first commit: a run that has steps is never treated as empty.
+Without a claim, as in a copy of single steps or in a run of another program, or if the claim can't
+be parsed, the newest step decides: the line consists of the steps of its job, and of the steps that
+this job continues. The same applies if no step is left on the line of the claim, for example
+because a job that restored nothing was killed before its first commit: a run that has steps is
+never treated as empty.
 Steps whose notes name no job count as steps of one job.
 """
 
@@ -45,15 +47,15 @@ __all__ = ["Owner"]
 
 @dataclass(frozen=True)
 class Owner:
-    """The job that claimed a run last, as read from its claim object.
+    """The job that claimed a run last.
 
     Attributes:
         version: The version of the claim object.
         job: The name of the job; empty if the claim can't be parsed.
-        continues: For each earlier job that this job continues, the last step on the line; None if
-            the claim does not contain it.
+        continues: For each earlier job that this job continues, that job's last step on the line;
+            None if the claim does not contain this, or was not read.
         process: Process and host of the job, for messages.
-        document: The content of the claim object; empty if it can't be parsed.
+        document: The content of the claim object; empty if it can't be parsed, or was not read.
     """
 
     version: str
@@ -65,6 +67,8 @@ class Owner:
     @classmethod
     def read(cls, store: ObjectStore, key: str, retrier: Retrier) -> Owner | None:
         """Reads a claim; None if the claim object does not exist.
+
+        If the claim can't be parsed, the result has only its version.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -83,5 +87,5 @@ class Owner:
 
     @property
     def line(self) -> Notes | None:
-        """Notes that name the job and what it continues; None if the claim lacks the latter."""
+        """Notes that name the job and what it continues; None if ``continues`` is None."""
         return None if self.continues is None else Notes(job=self.job, continues=self.continues)

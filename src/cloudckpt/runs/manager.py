@@ -36,8 +36,8 @@ logger = logging.getLogger("cloudckpt")
 class CheckpointManager(ClosedAtExit):
     """Saves, lists, restores and prunes the checkpoints of one run; use it as a context manager.
 
-    All ranks must make the same calls in the same order; only :meth:`uri` and :meth:`status` may be
-    called on single ranks.
+    All ranks must make the same calls in the same order; only :meth:`uri`, :meth:`status` and
+    :attr:`load_report` may be used on single ranks.
 
     >>> with CheckpointManager("s3://bucket/run", max_to_keep=3) as manager:  # doctest: +SKIP
     ...     for step in range((manager.restore(state) or 0) + 1, steps):
@@ -80,8 +80,8 @@ class CheckpointManager(ClosedAtExit):
                 default all steps, unless ``save_interval_seconds`` is given.
             save_interval_seconds: :meth:`save` saves a step if so many seconds have passed on the
                 first rank since the previous save; all ranks save the same steps.
-            max_to_keep: How many of the newest checkpoints to keep. With ``best_metric`` and
-                without ``best_to_keep``: how many of the best to keep, besides the newest.
+            max_to_keep: How many of the newest checkpoints to keep; at least the newest is kept.
+                With ``best_metric`` and without ``best_to_keep``, it is used as ``best_to_keep``.
             best_to_keep: How many of the best checkpoints to keep; checkpoints without the metric
                 are kept, too.
             keep_younger_than: Keep checkpoints younger than so many seconds, by the store's clock.
@@ -104,7 +104,7 @@ class CheckpointManager(ClosedAtExit):
                 :meth:`reached_preemption`.
             checkpointer: Options of the checkpointer that saves and loads, and its process group.
             adopt_wait: Seconds that :meth:`restore` waits for saving processes of a killed job that
-                are still sending a step; 0 ignores such steps.
+                are still sending a step. With 0, no pending step is committed, even if it is sent.
             keep_abandoned: Whether abandoned steps stay: those of a training that was given up, or
                 of a job that this one has replaced. They don't count for retention, and a warning
                 lists them. If False, each save deletes them, provided that :meth:`restore` was
@@ -249,9 +249,10 @@ class CheckpointManager(ClosedAtExit):
     def should_save(self, step: int) -> bool:
         """Returns whether :meth:`save` would save this step without ``force``; same on all ranks.
 
-        It would if the step is due by the save interval and newer than all steps saved or restored
-        by this manager; or if the job is about to end, and the final save was not made yet. A step
-        whose background save failed counts as saved until the failure is reported.
+        It would if the step is due by the save interval and newer than the step that this manager
+        has saved or restored last; or if the job is about to end, the final save was not made yet,
+        and the step is not that one. A step whose background save failed counts as saved until the
+        failure is reported.
 
         Raises:
             ClosedError: If the manager was closed.
@@ -294,9 +295,9 @@ class CheckpointManager(ClosedAtExit):
         """Saves a step if it is due, and deletes steps that retention does not keep.
 
         The deletion takes place in the background after the commit. The error of a background save
-        is raised by the next call, on all ranks. If the job is about to end, the first step after
-        the notice is always saved, and is committed when this returns; the error of an earlier save
-        is then only logged.
+        is raised by the next save, on all ranks. If the job is about to end
+        (:meth:`reached_preemption`), one step is saved even if it is not due, and is committed when
+        this returns; the error of an earlier save is then only logged.
 
         Args:
             step: The number of the step.
@@ -305,7 +306,8 @@ class CheckpointManager(ClosedAtExit):
                 checkpoint without ``best_metric``, or with NaN there, is never the best, and
                 ``best_to_keep`` keeps it; this is logged.
             notes: Other values to store with the checkpoint, of types that JSON has.
-            force: Whether to save the step even if it is not due.
+            force: Whether to save the step even if it is not due, or if it exists and the job has
+                not called :meth:`restore`.
 
         Returns:
             Whether the step is saved. False if it is not due, if it is skipped because the previous
@@ -373,8 +375,8 @@ class CheckpointManager(ClosedAtExit):
             state: The state dict to load into, as for :func:`cloudckpt.load`.
             step: The step to load instead of the newest; if it is damaged, an error is raised.
             source: Another run, or a single checkpoint, to load instead, for example to start a
-                training from another one. The steps of this run stay on its line:
-                ``if manager.restore(state) is None:
+                training from another one. This does not count as a restore of this run: try that
+                first, as in ``if manager.restore(state) is None:
                 manager.restore(state, source=..., keys="model.*")``.
             keys: Patterns of the names to load, such as ``"model.*"``; other entries of ``state``
                 keep their values.
@@ -395,7 +397,8 @@ class CheckpointManager(ClosedAtExit):
                 committed steps), or ``source`` has none.
             CheckpointCorruptError: If all checkpoints are damaged, or the one of ``step`` or
                 ``source`` is.
-            ConfigError: If ``keys`` match no entry of ``state``.
+            ConfigError: If ``keys`` match no entry of ``state``, or ``step`` is given with a
+                ``source`` that is a single checkpoint.
             CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
         self._check_open()
@@ -438,6 +441,7 @@ class CheckpointManager(ClosedAtExit):
             CheckpointConflictError: If another job has claimed the run since this manager was made:
                 the step may be that job's.
             CheckpointNotFoundError: If the step has no committed checkpoint.
+            CheckpointReplacedError: If another writer has saved the step anew meanwhile.
             ClosedError: If the manager was closed.
             ConfigError: If ``step`` is not a valid step, or the manager is ``read_only``.
             StoreError: If the store refuses or stays unreachable.

@@ -166,7 +166,8 @@ class _Signal:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Tells the watchers that the job is about to end, and calls the previous handler.
 
-        If there is no previous handler, a second signal ends the process.
+        If that is the default handler, a second signal ends the process. The first one does if no
+        watcher is left, or if it is SIGTERM in a forked child.
         """
         is_elsewhere, is_second = os.getpid() != self._pid, False
         if self._watchers and not is_elsewhere:
@@ -204,7 +205,7 @@ class Agreement:
     """
 
     def __init__(self, parent: dist.ProcessGroup | None) -> None:
-        """Opens a process group of its own for the ranks of ``parent``; None is a single rank."""
+        """Opens a new process group for the ranks of ``parent``; None if this rank is alone."""
         self._group: dist.ProcessGroup | None = None
         # what the ranks know: whether the job ends, a save is due, and a rank's last step was short
         self._known = (False, False, True)
@@ -263,7 +264,12 @@ class Agreement:
         return is_ending, due
 
     def _answer(self) -> tuple[bool, bool, bool]:
-        """Waits for the collective in progress, if any; returns the flags of the last one."""
+        """Waits for the collective in progress, if there is one.
+
+        Returns:
+            What the last collective found: whether the job is about to end, whether a save is due,
+            and whether the last step of some rank was short.
+        """
         if self._asked is not None:
             flags, work = self._asked
             with all_expected(None if work.is_completed() else self._group):

@@ -58,17 +58,17 @@ def prune(
     """Deletes the committed checkpoints of a run that no retention rule keeps.
 
     The rules are those of :class:`CheckpointManager`. They apply to the steps on the run's line
-    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. Its metadata must be readable:
-    otherwise intact checkpoints would be deleted in favour of a damaged one. Checkpoints whose
-    notes can't be read are kept, which is logged, and may be on the line: if the newest of them is
-    newer than the line, nothing is deleted. Those that are saved anew meanwhile are kept, too. If a
-    checkpoint can't be deleted, the others are deleted all the same; if the store becomes
-    unreachable, the rest is not tried.
+    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. If its metadata can't be read,
+    no step of the line is deleted: intact checkpoints would be lost in favour of a damaged one.
+    Checkpoints whose notes can't be read are kept and logged; as they may be on the line, the
+    newest of them counts as its newest step if it is newer. Checkpoints that are saved anew
+    meanwhile are kept, too. If a checkpoint can't be deleted, the others are deleted all the same;
+    if the store becomes unreachable, the rest is not tried.
 
     Args:
         run: The folder of the run.
-        max_to_keep: How many of the newest checkpoints to keep. With ``best_metric`` and without
-            ``best_to_keep``: how many of the best to keep, besides the newest.
+        max_to_keep: How many of the newest checkpoints to keep; at least the newest is kept. With
+            ``best_metric`` and without ``best_to_keep``, it is used as ``best_to_keep``.
         best_to_keep: How many of the best checkpoints to keep; checkpoints without the metric are
             kept, too.
         keep_younger_than: Keep checkpoints younger than so many seconds, by the store's clock.
@@ -77,7 +77,7 @@ def prune(
         best_mode: Whether the lowest (``"min"``) or the highest values (``"max"``) are best.
         abandoned: Whether abandoned steps are deleted, too.
         only: The result of a dry run that a user has confirmed: only these checkpoints are deleted,
-            if the rules still do not keep them. None deletes all.
+            if the rules still do not keep them. None deletes all that the rules do not keep.
         dry_run: Whether to delete nothing, and only return what would be deleted.
         step_name: The pattern of the checkpoints' folder names.
         config: Options.
@@ -88,7 +88,8 @@ def prune(
         ones.
 
     Raises:
-        CheckpointCorruptError: If the metadata of the newest checkpoint that stays is damaged.
+        CheckpointCorruptError: If the metadata of the newest checkpoint is damaged, and others
+            would be deleted.
         ConfigError: If an option is invalid, no checkpoint has the metric, or ``run`` is a
             checkpoint.
         InvalidURIError: If ``run`` is not a valid location.
@@ -150,8 +151,9 @@ def delete_steps(
         history: The notes of its steps.
         steps: The steps.
         check: Called right before each deletion; if it raises, the step is not deleted.
-        deleted: Called with each step that is gone, even if some of its data can't be deleted then.
-        in_use: The steps that this job saves or loads now; they are not deleted.
+        deleted: Called with each step that is gone, before its data is deleted.
+        in_use: The steps that this job saves or loads now; they are not deleted. None if it neither
+            saves nor loads.
 
     Returns:
         The steps that are gone, by this call or another process.
@@ -282,6 +284,7 @@ class Pruner:
         Raises:
             CheckpointConflictError: If another job has claimed the run.
             CheckpointNotFoundError: If the step has no committed checkpoint.
+            CheckpointReplacedError: If another writer has saved the step anew meanwhile.
             StoreError: If the store refuses or stays unreachable.
         """
         uri, check = self._run.uri(step), self._line.check_claim
@@ -298,7 +301,7 @@ class Pruner:
     def _after(self, saved: SaveFuture | None, keep_abandoned: bool) -> None:
         """Waits for a save, and deletes steps that retention does not keep if the save succeeded.
 
-        Nothing is deleted after another job has claimed the run.
+        Nothing is deleted after another job has claimed the run. Errors are only logged.
         """
         if saved is not None and (saved.exception() is not None or saved.skipped):
             return
@@ -369,7 +372,10 @@ class StepsInUse:
 
     @contextlib.contextmanager
     def deleted(self, step: int) -> Iterator[bool]:
-        """Yields whether a step is unused; if so, its saves and loads wait until the block ends."""
+        """Yields whether a step may be deleted: whether it is not in use.
+
+        If it may, saves and loads of the step wait until the block ends.
+        """
         with self._changed:
             is_free = not self._used[step]
             if is_free:

@@ -38,15 +38,17 @@ def restore_newest(
     until: float | None,
     load: Callable[[int, Notes], None],
 ) -> int | None:
-    """Loads the newest intact step on the line, the same on all ranks.
+    """Loads the newest intact step on the line, the same on all ranks; a collective call.
+
+    Steps that can't be loaded are logged.
 
     Args:
         run: The run.
         meeting: The ranks.
-        hook: Called before and after the commit of a step that is adopted.
+        hook: Called before and after the commit of a pending step that is newer.
         until: When to stop waiting for processes that are still sending a step, by
-            :func:`time.monotonic`; None adopts no step.
-        load: Loads a step.
+            :func:`time.monotonic`; None commits no pending step.
+        load: Loads a step, given its number and notes; called on all ranks.
 
     Returns:
         The step that was loaded; None if the line has no step.
@@ -67,9 +69,10 @@ def restore_newest(
                 continue
             if passed.pop(step, None) is not None and not damages:
                 logger.warning(
-                    "%s: the training of the latest job has no committed step left, so the "
-                    "newest step of the run is restored",
-                    run.root,
+                    "%s, the newest step of another training, is restored, as the job that last "
+                    "claimed this run, and the jobs that it continues, have no committed step. To "
+                    "start from scratch instead, use another location",
+                    run.uri(step),
                 )
             return step, notes
         return None
@@ -107,7 +110,7 @@ def restore_newest(
 
 
 def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
-    """Commits a step if it is pending and can be adopted; else logs the reason."""
+    """Commits a step if it is pending; logs a warning if it can't be committed."""
     try:
         summary = run.summary(run.names.name(step))
         if summary is not None and summary.is_pending:
@@ -117,7 +120,7 @@ def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
 
 
 def notes_to_restore(run: Run, step: int) -> Notes:
-    """Reads the notes of a step to restore; logs a warning if the step is not the newest one.
+    """Reads the notes of a step to restore; logs a warning if it is not the newest on the line.
 
     Raises:
         CheckpointNotFoundError: If the step is not committed; the message lists those that are.
@@ -127,13 +130,11 @@ def notes_to_restore(run: Run, step: int) -> Notes:
     newest = next((at for at, noted, is_on in walk if is_on and isinstance(noted, Notes)), step)
     if newest != step:
         logger.warning(
-            "%s: step %d is restored, although %s. When this job first saves, the steps after %d "
-            "that it has not saved become abandoned; an abandoned step that it saves again is "
-            "replaced",
-            run.root,
-            step,
+            "%s is restored, although %s. From this job's first save on, steps that are not part "
+            "of its training are no longer restored by default (abandoned), and it replaces those "
+            "whose numbers it saves again. To keep them all, copy the run first (cloudckpt cp)",
+            run.uri(step),
             f"step {newest} is newer" if newest > step else "it is abandoned",
-            step,
         )
     return notes
 
@@ -198,7 +199,17 @@ def load_from(
     verify: bool,
     strict: bool,
 ) -> None:
-    """Loads a checkpoint into a state dict: all entries, or those whose names match ``keys``.
+    """Loads a checkpoint into a state dict in place; a collective call.
+
+    Args:
+        checkpointer: Loads the checkpoint.
+        meeting: The ranks.
+        state: The state dict.
+        keys: Patterns of the names of the entries to load; None loads all.
+        uri: The location of the checkpoint.
+        config: Options for the verification.
+        verify: Whether to verify the whole checkpoint before it is loaded.
+        strict: Whether each entry to load must be in the checkpoint and fit.
 
     Raises:
         ConfigError: If ``keys`` match no entry of the state dict on some rank.
@@ -228,7 +239,13 @@ def _selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> d
     """Returns the entries of a nested state dict whose names match any of the patterns.
 
     A name consists of the keys from the outermost to the innermost dict, joined by dots. A pattern
-    that matches the name of a dict selects the whole dict.
+    that matches the name of a dict selects the whole dict. ``name.*`` also selects an entry
+    ``name`` that is no dict: it may be an object with a state dict.
+
+    Args:
+        state: The state dict, or a dict in it.
+        keys: The patterns.
+        path: The name of ``state`` and a dot; empty for the outermost dict.
     """
     selected: dict[str, Any] = {}
     for key, value in state.items():

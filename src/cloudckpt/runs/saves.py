@@ -60,13 +60,14 @@ class RunStatus:
     """The state of a job's saves, as one rank knows it without a request to the store.
 
     Attributes:
-        newest_step: The newest step that this job has committed or restored; None if it has done
+        newest_step: The step that this job has committed or restored last; None if it has done
             neither.
-        newest_age: Seconds since this job committed that step; None if the job has restored it.
+        newest_age: Seconds since this job committed that step; None if the job has restored it, or
+            there is none.
         under_way: The steps being saved, oldest first.
         failures_in_row: How many saves have failed in a row, up to the last save whose outcome is
             known.
-        last_failure: The error of the last failure that was counted; None before the first failure.
+        last_failure: The last error of a save that was counted; None if no save has failed.
     """
 
     newest_step: int | None
@@ -78,7 +79,8 @@ class RunStatus:
 
 Outcome = Literal["under way", "ended", "committed", "failed", "dropped", "restored"]
 """The state of a save. ``ended``: it has failed, and the failure is not reported yet; ``failed``:
-the failure was reported; ``dropped``: the save did not take place."""
+the failure was reported; ``dropped``: the save did not take place. ``restored``: it is not a save,
+but a step that was restored."""
 
 
 @dataclass(eq=False)
@@ -88,7 +90,7 @@ class Save:
     Attributes:
         step: The step; None for a restore that found no step.
         outcome: The state of the save.
-        when: When the save was committed, by the monotonic clock; None if it is not.
+        when: When the save was committed, by the monotonic clock; None if it is not committed.
         number: The number that the background checkpointer gave the save; -1 if it has none.
     """
 
@@ -105,7 +107,7 @@ class Saves:
     goes on; a commit becomes known to each rank at another time.
 
     Attributes:
-        last_failure: The error of the last failure that was counted; None before the first.
+        last_failure: The last error of a save that was counted; None if no save has failed.
         has_committed: Whether this rank knows of a committed save of this job.
     """
 
@@ -133,7 +135,10 @@ class Saves:
 
     @property
     def newest(self) -> int | None:
-        """The last step that this job restored or began to save; reported failures don't count."""
+        """The last step that this job restored or began to save, without reported failures.
+
+        None if there is no such step.
+        """
         with self._lock:
             counted = (save.step for save in reversed(self._all) if save.outcome != "failed")
             return next(counted, None)
@@ -149,7 +154,7 @@ class Saves:
         """Sets the outcome of a save under way.
 
         A commit removes the earlier saves from the list, except those under way and those whose
-        failure was not reported yet.
+        failure was not reported yet. A dropped save is removed.
         """
         with self._lock:
             if save.outcome == "under way":
@@ -163,7 +168,11 @@ class Saves:
                 self._all.remove(save)
 
     def failed_earlier(self, numbers: Collection[int], error: CloudCheckpointError) -> None:
-        """Counts failures of earlier background saves, given by the checkpointer's numbers.
+        """Counts failures of earlier background saves.
+
+        Args:
+            numbers: The numbers that the checkpointer gave these saves.
+            error: Why they failed.
 
         Raises:
             CloudCheckpointError: ``error``, if ``on_failure`` does not tolerate it.
@@ -232,7 +241,7 @@ class Saves:
         )
 
     def _row(self) -> int:
-        """Returns the length of the latest series of failed saves; the same on all ranks."""
+        """Returns how many saves have failed in a row, up to the last reported failure."""
         row = 0
         for save in reversed(self._all):
             if save.outcome == "failed":
@@ -246,6 +255,11 @@ def saving_options(
     given: CheckpointerConfig | None, config: Config | None, *, incremental: bool
 ) -> CheckpointerConfig:
     """Merges the options given to a manager into those of its checkpointer.
+
+    Args:
+        given: The manager's argument ``checkpointer``.
+        config: The manager's argument ``config``.
+        incremental: Whether saves are incremental even if these options do not say so.
 
     Raises:
         ConfigError: If both ``given`` and ``config`` are not None.
@@ -326,13 +340,14 @@ class StepSaver:
             state: The state dict to save.
             metrics: Numbers to store with the checkpoint.
             notes: Other values to store with it.
-            force: Whether a step of another training may be replaced.
+            force: Whether an existing step may be replaced even if the job has restored none.
             is_last: Whether this is the final save before the job ends: it waits for the earlier
                 saves, and is committed when this returns.
 
         Returns:
-            The notes stored with the step, and the future of the save, or None if it is committed
-            already. None if the step is skipped, or has failed with a tolerated error.
+            A pair: the notes stored with the step, and the future of the save, which is None if the
+            save is committed already. Instead of the pair None if the step is skipped, or has
+            failed with a tolerated error.
 
         Raises:
             CloudCheckpointError: The errors of a checkpointer's ``save``.
@@ -384,11 +399,11 @@ class StepSaver:
         return self._last is None or self._last.done()
 
     def join(self) -> None:
-        """Waits until no save is in progress; a later call reports a failure."""
+        """Waits until no save is in progress, without raising the error of one that has failed."""
         concurrent.futures.wait([] if self._last is None else [self._last])
 
     def _end_earlier_saves(self) -> None:
-        """Waits for all earlier saves before the final one, and only logs their failures."""
+        """Waits for all earlier saves before the final one; a failure is only logged."""
         try:
             self.checkpointer.wait()
         except CloudCheckpointError as error:

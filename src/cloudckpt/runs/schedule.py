@@ -54,7 +54,7 @@ class Schedule:
         self._due_since = time.monotonic()  # the beginning of the current interval in seconds
 
     def watch(self) -> None:
-        """Begins to handle the signals, unless they are handled already."""
+        """Begins to handle the signals, unless they are handled already or none are to be."""
         if not (self._is_watching or self._read_only):
             self._preemption.watch()
             self._is_watching = True
@@ -79,7 +79,7 @@ class Schedule:
         return self._answers(step)[0]
 
     def is_last(self, step: int, newest: int | None) -> bool:
-        """Returns whether a step is to be the final save, given the last saved step ``newest``."""
+        """Returns whether a step is to be the final save; ``newest`` is the step saved last."""
         return self.is_ending(step) and not self._has_saved_last and step != newest
 
     def is_turn(self, step: int) -> bool:
@@ -93,7 +93,10 @@ class Schedule:
         self._has_saved_last = self._has_saved_last or is_last
 
     def _answers(self, step: int) -> tuple[bool, bool]:
-        """Asks all ranks, once a step: is the job about to end, and is a save due by the clock?"""
+        """Returns whether the job is about to end, and whether a save is due by the clock.
+
+        All ranks are asked, once a step.
+        """
         self.watch()
         if self._asked is None or self._asked[0] != step:
             is_due = False

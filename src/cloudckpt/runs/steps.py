@@ -31,7 +31,7 @@ DEFAULT_PATTERN = "step-{step}"
 HIGHEST_STEP = 10**18 - 1
 """The highest valid step: steps have at most eighteen digits."""
 
-_EXAMPLE = 10**17  # digits that can't overlap with themselves, so any digits may surround them
+_EXAMPLE = 10**17  # a step that is found in a name even if other digits stand before or after it
 
 
 def check_step(step: int, name: str = "step") -> int:
@@ -88,7 +88,8 @@ class StepNames:
             pattern: A folder name that contains ``{step}``, or ``{step:08d}`` for leading zeros.
 
         Raises:
-            ConfigError: If ``pattern`` is not such a pattern.
+            ConfigError: If ``pattern`` does not give the name of one folder that has the step once,
+                in plain digits.
         """
         self.pattern = pattern
         example = "write a name with {step} in it once, such as 'step-{step}' or '{step:08d}'"
@@ -106,7 +107,7 @@ class StepNames:
             )
 
     def _with(self, step: int) -> str:
-        """Returns the folder name of a step that was checked before."""
+        """Returns the name of a step's folder, without checking the step."""
         return self.pattern.format(step=step)
 
     def name(self, step: int) -> str:
@@ -118,7 +119,7 @@ class StepNames:
         return self._with(check_step(step))
 
     def step(self, name: str) -> int | None:
-        """Returns the step whose folder has this name; None if no step's folder has it."""
+        """Returns the step whose folder has this name; None if it is the name of no step."""
         match = self._pattern.fullmatch(name)
         if match is None or len(match[1]) > 18:
             return None
@@ -134,12 +135,13 @@ class Retention:
 
     Attributes:
         max_to_keep: How many of the newest steps are kept. With ``best_metric`` and without
-            ``best_to_keep``: how many of the best steps.
+            ``best_to_keep``, it is used as ``best_to_keep``.
         best_to_keep: How many of the best steps are kept; steps without a score are kept, too.
         keep_younger_than: Steps committed within so many seconds are kept.
         keep_period: Steps that are multiples of this number are kept.
-        best_metric: The name of the metric that is a step's score.
-        best_mode: Whether the lowest (``"min"``) or the highest scores (``"max"``) are best.
+        best_metric: The name of the metric whose value is a step's score.
+        best_mode: Whether the lowest (``"min"``) or the highest scores (``"max"``) are best; None
+            without ``best_metric``.
     """
 
     max_to_keep: int | None = None
@@ -173,9 +175,9 @@ class Retention:
         return all(rule is None for rule in rules)
 
     def unneeded(self, committed: Collection[int], scores: Mapping[int, float]) -> list[int]:
-        """Returns the steps that the rules by number and score do not keep, oldest first.
+        """Returns the steps that no rule but ``keep_younger_than`` may keep, oldest first.
 
-        The caller has to keep those younger than ``keep_younger_than``.
+        The caller compares their ages with ``keep_younger_than``.
 
         Args:
             committed: The committed steps.
@@ -203,7 +205,7 @@ class Retention:
         return sorted(scores, key=lambda step: (sign * scores[step], -step))
 
     def warn_of_metric(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs a warning if a step's metrics lack ``best_metric``, or have NaN there."""
+        """Logs a warning if a step's metrics lack ``best_metric``, or its value is NaN."""
         metric = self.best_metric
         if metric is not None and math.isnan(metrics.get(metric, math.nan)):
             logger.warning(

@@ -60,11 +60,12 @@ class Leftovers:
     """The leftovers of killed saves in a run.
 
     Attributes:
-        objects: The URIs of data objects that no checkpoint names.
+        objects: The URIs of objects that no checkpoint needs: data, marks, records, and temporary
+            objects.
         nbytes: The bytes of these objects.
         uploads: The URIs of objects whose upload cloudckpt has begun and not completed.
-        unread: The URIs of damaged commit objects and manifests of files: objects beside or beneath
-            them do not count as leftovers, because a checkpoint may name them.
+        unread: The URIs of damaged commit objects and manifests of files: objects that these may
+            name do not count as leftovers.
     """
 
     objects: tuple[str, ...]
@@ -77,6 +78,8 @@ def find_leftovers(
     run: URILike, *, older_than: float = LEFTOVERS_AGE, config: Config | None = None
 ) -> Leftovers:
     """Returns the leftovers that :func:`sweep` would delete, and deletes nothing.
+
+    To see the store's clock, it writes a small object, and deletes that again.
 
     Args:
         run: The folder of a run, or any other folder; all objects beneath it are examined.
@@ -201,7 +204,14 @@ class _Sweep:
     def _unneeded(
         self, folder: str, left: list[ObjectInfo], named: _Named, limit: float
     ) -> Iterable[ObjectInfo]:
-        """Returns a folder's old objects that no checkpoint names and no save may refer to."""
+        """Returns a folder's old objects that no checkpoint names and no save may refer to.
+
+        Args:
+            folder: The key of the folder.
+            left: The old objects in it that its own checkpoint does not name.
+            named: What the other checkpoints of the run need.
+            limit: Objects written at this time or before are old, in seconds since 1970.
+        """
         if named.unread:  # a damaged checkpoint may refer to any of them
             return ()
         marks = [info for info in left if is_keep_name(info.key.rpartition("/")[2])]
@@ -218,7 +228,7 @@ class _Sweep:
         return list(self._run.store.list(start, self._run.retrier.call))
 
     def _named_beneath(self, run: str) -> _Named:
-        """Returns the keys named by all checkpoints of the run whose folder has the key ``run``."""
+        """Returns what all checkpoints of the run need whose folder has the key ``run``."""
         references, below = _Named(), inside(run)
         for name in list(self._run.store.list_level(below, self._run.retrier.call)):
             if isinstance(name, str):
@@ -229,7 +239,7 @@ class _Sweep:
         return references
 
     def _named(self, folder: str) -> _Named:
-        """Returns the keys that a folder's checkpoint names; empty if none is committed there."""
+        """Returns what a folder's checkpoint needs: nothing if none is committed there."""
         store, uri = self._run.store, self._uri(folder)
         key = uri.key(METADATA)
         try:
@@ -254,7 +264,11 @@ class _Sweep:
         return replace(self._run.root, prefix=folder)
 
     def _uncommitted(self, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
-        """Returns a folder's old files, and records of files, that no manifest above them names."""
+        """Returns the given objects of files that no manifest names, if all manifests can be read.
+
+        ``old`` has contents and records of files, all in one folder; manifests may be in this
+        folder and those above it (:mod:`cloudckpt.checkpoint.file_folder`).
+        """
         above = [self._manifest(folder) for folder in folders_above(old[0].key)]
         if None in above:
             return ()
@@ -262,7 +276,7 @@ class _Sweep:
         return [info for info in old if drawn_part(info.key) not in names]
 
     def _manifest(self, folder: str) -> bytes | None:
-        """Reads a folder's manifest; empty if there is none, None if the manifest is damaged."""
+        """Reads the manifest in a folder; empty if there is none, None if it is damaged."""
         if folder not in self._manifests:
             store, key = self._run.store, inside(folder) + MANIFEST
             content: bytes | None = None
@@ -293,7 +307,7 @@ class _Named:
 
 
 def clock_of(run: Run) -> float:
-    """Returns the store's time in seconds since 1970, which a temporary object shows.
+    """Returns the store's time in seconds since 1970: that of an object which is written for it.
 
     Raises:
         StoreError: If the store reports no times, refuses, or stays unreachable.
@@ -316,7 +330,10 @@ def clock_of(run: Run) -> float:
 
 
 def _is_old(info: ObjectInfo, limit: float) -> bool:
-    """Returns whether an object was last written at ``limit`` or before (seconds since 1970)."""
+    """Returns whether an object was last written at ``limit`` (seconds since 1970) or before.
+
+    False if the store does not report when it was written.
+    """
     times = [time for time in (info.modified, info.arrived) if time is not None]
     return bool(times) and max(times) <= limit
 
@@ -327,6 +344,9 @@ def _is_ours(key: str) -> bool:
 
 
 def _is_of_files(key: str) -> bool:
-    """Returns whether an object is the content of a file in a folder of files, or its record."""
+    """Returns whether a key has the form of those of a file's content, or of a file's record.
+
+    Such objects make up folders of files (:mod:`cloudckpt.checkpoint.file_folder`).
+    """
     name = key.rpartition("/")[2]
     return is_content_name(name) or is_record_name(name)

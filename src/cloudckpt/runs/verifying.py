@@ -182,9 +182,10 @@ def _damages(
     share: Sequence[_Object],
     progress: Callable[[int, int], None],
 ) -> list[CheckpointCorruptError]:
-    """Reads some objects, and returns an error for each damaged item.
+    """Reads the objects of this rank's share, and returns an error for each damaged item.
 
-    The items of an object with a wrong checksum are read again, to find the damaged ones.
+    The items of an object with a wrong checksum are read again, to find the damaged ones. If all of
+    them are intact, the returned error is about the bytes between them.
     """
     seen = Progress(progress)
     seen.total = sum(unit.whole.nbytes for unit in share)
@@ -230,7 +231,7 @@ class _Read(Sink):
 
     @property
     def differs(self) -> bool:
-        """Whether the object was read completely, and has a wrong checksum."""
+        """Whether the object has a checksum, was read completely, and does not match it."""
         parts = [(checksum, nbytes) for _, checksum, nbytes in sorted(self._parts)]
         if self.unit.algorithm is None or sum(n for _, n in parts) != self.unit.whole.nbytes:
             return False  # an object that was not read completely is reported by the download

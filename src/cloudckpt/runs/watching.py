@@ -42,10 +42,11 @@ def watch(
       went back to an older step, the steps that it saves again are yielded again.
     - Versions are compared, not times, so clocks may differ.
 
-    A poll takes one request per thousand folders of the run, one for its claim, and three for each
-    step that is new or not committed. Requests are retried as ``config.retry`` says; an error that
-    remains is raised, and ends the watch. Between polls the caller's thread sleeps: leave the loop,
-    or press Ctrl-C, to end the watch. For an event loop use :func:`cloudckpt.aio.watch`.
+    A poll takes one request per thousand folders of the run, one for its claim, and up to four for
+    the newest step and for each step that is new, not committed, or compared again. Requests are
+    retried as ``config.retry`` says; an error that remains is raised, and ends the watch. Between
+    polls the caller's thread sleeps: leave the loop, or press Ctrl-C, to end the watch. For an
+    event loop use :func:`cloudckpt.aio.watch`.
 
     Args:
         run: The folder of the run, for example ``s3://bucket/run``.
@@ -115,7 +116,10 @@ class Watch:
         return [step for step in due if step not in abandoned]
 
     def look(self, view: View, step: int) -> CheckpointSummary | None:
-        """Returns the checkpoint of a step if committed and not yielded before; else None."""
+        """Returns a step's checkpoint if it is committed and was not returned before; else None.
+
+        A checkpoint that has replaced another one was not returned before.
+        """
         commit = find_commit(view.look, self.run.uri(step))
         if commit is None:
             self._known.pop(step, None)
