@@ -1,3 +1,4 @@
+import contextlib
 import os
 import random
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from cloudckpt import Config, api
 from cloudckpt.checkpoint.torch_private import groups_joined
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.errors import AccessDeniedError, UntrustedPickleError
+from cloudckpt.errors import AccessDeniedError, CheckpointExistsError, UntrustedPickleError
 from cloudckpt.integrations.lightning_state import FabricOnStores, PluginOnStores
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
@@ -91,6 +92,25 @@ def test_who_may_read_only_a_step_may_load_it_but_not_save_beside_it(tmp_path, m
     saves.resumed(f"file://{tmp_path}/step-1")
     with pytest.raises(AccessDeniedError):
         saves.save({"a": 2}, f"file://{tmp_path}/step-2")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_job_that_has_resumed_nothing_replaces_no_step_of_another(tmp_path, asynchronous) -> None:
+    first, second = Saves(Config()), Saves(Config(), asynchronous=asynchronous)
+    for value in (1, 2):  # its own step may be replaced
+        first.save({"a": value}, uri := f"file://{tmp_path}/step-1")
+
+    def save() -> None:
+        second.save({"a": 3}, uri)
+        second.finish()
+
+    with contextlib.closing(second):
+        with pytest.raises(CheckpointExistsError, match="another training has saved this step"):
+            save()
+        api.load(state := {"a": 0}, checkpoint_id=uri)
+        assert state == {"a": 2}
+        second.resumed(uri)
+        save()
 
 
 def _save_in_background(folder: Path) -> int:

@@ -2,9 +2,10 @@
 
 A checkpoint whose folder is named like a step (``step-1000``) is a step of the run around it. Such
 saves follow the rules of :class:`~cloudckpt.CheckpointManager`: the first one claims the run, so
-that the commits and deletions of a job that another one has replaced are refused; and each step
-notes which earlier steps its training continues, so that the next job resumes this training
-(:mod:`cloudckpt.runs.line`), not one that was given up.
+that the commits and deletions of a job that another one has replaced are refused; each step notes
+which earlier steps its training continues, so that the next job resumes this training
+(:mod:`cloudckpt.runs.line`), not one that was given up; and a job that has resumed none of the
+run's steps replaces none.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,12 @@ from cloudckpt.checkpointer import (
 )
 from cloudckpt.config import Config
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError, CloudCheckpointError
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CloudCheckpointError,
+)
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import OwnLine
 from cloudckpt.runs.deleting import delete_at
@@ -84,6 +90,7 @@ class Saves:
         self._checkpointer: Checkpointer | None = None
         self._saves_into: OwnLine | None = None  # the run that the checkpointer saves into
         self._after_commit: list[Callable[[], object]] = []
+        self._saved: set[CheckpointURI] = set()  # what this job may replace in any case
 
     def configure(self, config: Config) -> None:
         """Uses other options from now on; if they differ, first waits for the save in progress."""
@@ -168,6 +175,8 @@ class Saves:
 
         Raises:
             CheckpointConflictError: If another job has begun to save into the run.
+            CheckpointExistsError: If another training has saved this step, and this job has resumed
+                none of the run.
             CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or the previous
                 one.
         """
@@ -180,7 +189,23 @@ class Saves:
         if line is not None:
             more["notes"] = replace(line.claim(), step=step if named is None else named)
             more["base"], line.base = line.base, None
-        self._checkpointer_for(line).save(uri, state, **more)
+            more["keep_existing"] = not line.has_restored and location not in self._saved
+        with self._explained():
+            self._checkpointer_for(line).save(uri, state, **more)
+        self._saved.add(location)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Rewrites the error of a save that replaces nothing although the options allow that."""
+        try:
+            yield
+        except CheckpointExistsError as error:
+            if self._options.config.overwrite:
+                error.message = (
+                    "another training has saved this step, and this job has resumed no step of the "
+                    "run: resume one, give the job its own folder, or delete the old steps"
+                )
+            raise
 
     def _checkpointer_for(self, line: OwnLine | None) -> Checkpointer:
         """Returns a checkpointer whose commits fail once another job has claimed the line's run."""
@@ -211,7 +236,8 @@ class Saves:
         """
         acts, self._after_commit = self._after_commit, []
         if self._checkpointer is not None:
-            self._checkpointer.wait()
+            with self._explained():
+                self._checkpointer.wait()
         for act in acts:
             act()
 
