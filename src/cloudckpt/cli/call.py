@@ -79,7 +79,7 @@ class Call:
 
     @property
     def is_interactive(self) -> bool:
-        """Whether to print more than the result: on a terminal, without --quiet or --json."""
+        """Whether more than the result is printed: on a terminal, without --quiet or --json."""
         return sys.stdout.isatty() and self.shows_progress
 
     def having(self, overwrite: bool | None) -> Config:
@@ -93,7 +93,10 @@ class Call:
         document: object = None,
         styles: Mapping[str, str] | None = None,
     ) -> None:
-        """Prints a table; with ``--json``, prints ``document``, or the rows if it is None."""
+        """Prints a table; with ``--json``, prints ``document``, or the rows if it is None.
+
+        ``styles`` are those of :func:`~cloudckpt.cli.output.print_table`.
+        """
         if self.as_json:
             print_json(rows if document is None else document)
         else:
@@ -198,7 +201,7 @@ def _call(
 ) -> Iterator[Call]:
     """Makes the :class:`Call` of a command from the options that all commands share.
 
-    The docstrings of these parameters are the help texts of the options.
+    The texts about these parameters are the help of the options.
 
     Args:
         given: The options of the command itself, among them its locations.

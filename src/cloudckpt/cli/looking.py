@@ -114,7 +114,7 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
 
 
 def _form(item: "StoredItem | None") -> str:
-    """Returns the type and shape of an entry as text; empty if there is no entry."""
+    """Returns a tensor's type and shape as text, "value" for other entries, empty for None."""
     if item is None or item.shape is None:
         return "" if item is None else "value"
     return f"{item.dtype} {_shape(item)}"

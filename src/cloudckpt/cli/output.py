@@ -29,10 +29,9 @@ _BETWEEN_LINES = 10.0  # seconds between two lines about progress
 
 
 def safe(text: str) -> str:
-    """Escapes the control characters of a text from a store, such as a name.
+    """Returns a text with its unprintable characters escaped as in Python.
 
-    Escaped as in Python, a name can neither move a terminal's cursor nor look like another field or
-    line.
+    So a name from a store can neither move a terminal's cursor nor look like another field or line.
     """
     if text.isprintable():
         return text
@@ -42,7 +41,7 @@ def safe(text: str) -> str:
 
 
 def print_json(document: Any) -> None:
-    """Prints the result of a command as JSON."""
+    """Prints the result of a command as JSON; what JSON has no type for, as text."""
     print(json.dumps(_strict(document), indent=2, default=str, allow_nan=False))
 
 
@@ -83,7 +82,7 @@ def print_table(
     Args:
         rows: The rows, each with its fields by column head; heads are shown on a terminal only.
             Numbers are aligned to the right; None is an empty field.
-        styles: By the text of a field, the style of the rows that have such a field.
+        styles: The style of each row that has a field with this text, by the text.
     """
     fields = [["" if cell is None else safe(str(cell)) for cell in row.values()] for row in rows]
     if not sys.stdout.isatty():
@@ -107,7 +106,7 @@ def print_table(
 
 @contextmanager
 def progress_bar(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows the progress of a transfer on stderr: a bar on a terminal, elsewhere a line at times.
+    """Shows a transfer's progress on stderr: a bar on a terminal, elsewhere a line now and then.
 
     Args:
         what: The name of the activity, such as ``verifying``.

@@ -26,7 +26,7 @@ _MOST = 20_000
 
 
 def page(contents: CheckpointContents) -> str:
-    """Returns the HTML file for a checkpoint."""
+    """Returns the text of the HTML file for a checkpoint."""
     template = files("cloudckpt.cli").joinpath("page.html").read_text("utf-8")
     for name, tag in (("SCRIPT", "script"), ("STYLE", "style")):
         [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", template, re.DOTALL)
@@ -69,7 +69,11 @@ def _type(item: StoredItem) -> str:
 
 
 def _rows(items: list[StoredItem], types: dict[str, int]) -> list[list[Any]]:
-    """Returns a row for each entry, without the parts of the name shared with the previous row."""
+    """Returns ``[shared, rest, type, shape, nbytes, chunks]`` for each entry.
+
+    ``shared`` is the number of parts that the name, split at dots, has in common with the name
+    before; ``rest`` is the name without them; ``type`` is the number of the type in `types`.
+    """
     rows: list[list[Any]] = []
     before: list[str] = []
     for item in items:

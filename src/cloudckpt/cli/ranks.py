@@ -2,7 +2,7 @@
 
 ``WORLD_SIZE`` alone does not show that a launcher has started the command: pods of training jobs
 have it, with ``RANK`` and ``MASTER_ADDR``, and a command started in such a pod (``kubectl exec``)
-would wait at the store of the running job for ranks that never come. torchrun also sets
+would wait at the running job's address for ranks that never come. torchrun also sets
 ``TORCHELASTIC_RUN_ID``; with other launchers the user passes a flag.
 """
 
@@ -60,9 +60,9 @@ class Ranks:
 def together(wanted: bool | None) -> Iterator[Ranks]:
     """Joins the ranks of a launcher, on one machine or many, for the time of the block.
 
-    An error, which the block must raise on all ranks, is printed by rank 0, and ends all ranks with
-    the same exit code. No rank ends before that, because torchrun stops all ranks when the first
-    process ends.
+    An error of cloudckpt, which the block must raise on all ranks, is printed by rank 0 and ends
+    all ranks with the same exit code, once all have it: torchrun stops all ranks when the first
+    process fails. A ProcessGroupError, or another exception, is raised as it is.
 
     Args:
         wanted: Whether there are several ranks, by the user's flag; None checks for torchrun.
@@ -112,10 +112,10 @@ def together(wanted: bool | None) -> Iterator[Ranks]:
 
 
 def _are_many(wanted: bool | None) -> bool:
-    """Returns whether several ranks take part: by the flag, or else by torchrun's environment.
+    """Returns whether several ranks take part: by the user's flag, or if None, by the environment.
 
     Raises:
-        typer.BadParameter: If the flag is given, and the environment lacks the number of ranks.
+        typer.BadParameter: If ranks are wanted, and the environment lacks their number.
     """
     if wanted is None:
         wanted = "TORCHELASTIC_RUN_ID" in os.environ

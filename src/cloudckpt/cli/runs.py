@@ -58,7 +58,10 @@ def _age(summary: CheckpointSummary | None) -> Moment | None:
 
 
 def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[CheckpointSummary]:
-    """Returns the checkpoints of a single run, or those among several locations or patterns."""
+    """Returns the checkpoints of a run, given as the only location and without wildcards.
+
+    Of other locations, returns those that are checkpoints themselves.
+    """
     uris = [uri for location in locations for uri in finding.matching(location, call.config)]
     if uris == locations and len(uris) == 1:
         return cloudckpt.list_checkpoints(uris[0], step_name=step_name, config=call.config)
@@ -329,7 +332,7 @@ def _delete(
         call: The options that all commands share.
         wanted: The URIs of the checkpoints.
         delete: Deletes them, and calls its argument with the URI of each that is gone.
-        what: Text for the question before the number of checkpoints, such as the number of runs.
+        what: Text for the question before the number of checkpoints, such as the size of runs.
     """
     gone = set(wanted if call.dry_run else ())
     if wanted and not call.dry_run:

@@ -83,13 +83,13 @@ class BackgroundOptions(Options):
         "Default: 'auto' for a CheckpointManager, 'wait' for other saves",
     )
     patience: float = timeout(
-        3600.0, "seconds that a save waits for the copy of an earlier one, and closing for saves"
+        3600.0, "seconds a save waits for the staged copy to be free, and closing waits for a save"
     )
     pin_memory: Switch = option("auto", "pin the staged copy of CUDA tensors; 'auto' is on")
     outlive: float = option(
         900.0,
-        "seconds in which a saving process finishes a staged save whose trainer has ended without "
-        "a word, for the next job to commit; 0: it ends with its trainer",
+        "seconds that a saving process has to finish a staged save after its trainer was killed, "
+        "so that the next job can commit it; 0: it ends with its trainer",
         least=0,
         most=12 * 3600,
     )
@@ -127,16 +127,16 @@ class Config(Options):
     )
     replicas: Literal["warn", "refuse", "trust"] = option(
         "warn",
-        "what happens to a save if ranks have different values under one name, of which a "
-        "checkpoint has one: a warning, once for each name; an error on all ranks, and nothing is "
-        "committed; or nothing, as they are not compared. Of a tensor of 64 KiB or more, 16 places "
-        "and one for each MiB are compared, and all of it if it is to be an error",
+        "what happens to a save if ranks have different values under one name, of which it keeps "
+        "only one: 'warn' logs each name once; 'refuse' raises an error on all ranks, and nothing "
+        "is committed; 'trust' compares nothing. 'refuse' compares tensors whole, 'warn' only "
+        "samples of those of 64 KiB or more",
     )
     unloadable: Literal["auto", "warn", "refuse"] = option(
         "auto",
         "what happens to a save with values that a load takes only with trust_pickle=True, such as "
-        "objects of your classes: a warning, once for each; or an error that names them. 'auto' "
-        "is an error in a CheckpointManager until a save has succeeded, and else a warning",
+        "objects of your classes: 'warn' logs each once; 'refuse' raises an error that names them; "
+        "'auto' refuses in a CheckpointManager until a save has succeeded, and else warns",
     )
     overwrite: bool = option(True, "replace a checkpoint at the same URI, atomically")
     incremental: bool = option(
@@ -190,7 +190,7 @@ def config_or_default(config: Config | None) -> Config:
 
 
 def _ranks_here() -> int:
-    """Returns the number of ranks on this machine, as reported by the launcher (torchrun, MPI)."""
+    """Returns the number of ranks on this machine by the launcher's variables; 1 without them."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         text = os.environ.get(name, "")
         if text.isdigit() and int(text):
@@ -208,7 +208,7 @@ def _variables() -> frozenset[str]:
 
 @cache
 def _warn_unknown(unknown: frozenset[str]) -> None:
-    """Warns, once per process, of ``CLOUDCKPT_*`` variables that are not options."""
+    """Warns of ``CLOUDCKPT_*`` variables that are not options, once per process."""
     for name in sorted(unknown):
         if not name.startswith("CLOUDCKPT_TEST_"):  # tests read these to find a store
             similar = difflib.get_close_matches(name, _variables(), n=1)

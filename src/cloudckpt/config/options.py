@@ -51,7 +51,7 @@ _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off"
 
 
 def option(default: T, doc: str, least: float = -math.inf, most: float = math.inf) -> T:
-    """Declares a field of :class:`Options`: its default, description and range of numbers."""
+    """Declares a field of :class:`Options`: its default, description and, for numbers, range."""
     return cast(T, _Option(default, doc, least, most))
 
 
@@ -90,7 +90,11 @@ class _Option:
         return types[0] if types else None, (*words, *[None] * (none in kinds))
 
     def from_environment(self) -> Any:
-        """Returns the value of the environment variable; the default if it is unset or empty."""
+        """Returns the value of the environment variable; the default if it is unset or empty.
+
+        Raises:
+            ConfigError: If the variable's text can't be parsed.
+        """
         text = os.environ.get(self.variable)
         if not text:
             return self.default
@@ -148,7 +152,7 @@ def whole_number(value: object) -> int | None:
 
 
 def _as_number(kind: type, value: Any) -> Any:
-    """Converts a number to a Python number; returns other values unchanged."""
+    """Converts a number that `kind` (int or float) admits to Python's; returns others unchanged."""
     if (whole := whole_number(value)) is not None:
         return whole
     is_real = kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -159,8 +163,8 @@ def _as_number(kind: type, value: Any) -> Any:
 class Options:
     """The base class of options, which are validated on construction.
 
-    An option that is not given is then read from its environment variable; if that is unset or
-    empty, the option has its default.
+    An option that is not given is read from its environment variable; if that is unset or empty,
+    the option has its default.
 
     Attributes:
         variables: The prefix of the environment variables.

@@ -75,12 +75,15 @@ def failed(found: str, advice: str, values: Values | None = None) -> Finding:
 
 
 def skipped(found: str) -> Finding:
-    """Returns a finding that the check could not be made."""
+    """Returns a finding of a check that could not be made; `found` says why."""
     return Finding(outcome="skipped", found=found)
 
 
 Test = Callable[[Retrier], Finding]
-"""A check: returns its finding; an error that it raises becomes a finding."""
+"""A check: makes its requests through the Retrier and returns its finding.
+
+An error that it raises becomes a finding.
+"""
 
 
 class Checks:
@@ -88,8 +91,8 @@ class Checks:
 
     Attributes:
         findings: The findings so far.
-        hopeless: Whether the store can't be reached, refuses the credentials or has no such bucket:
-            further checks of the store are skipped.
+        hopeless: Whether further checks of the store are pointless, as it can't be reached, refuses
+            the credentials or has no such bucket.
     """
 
     def __init__(self, tell: Callable[[Finding], None], patience: float) -> None:
@@ -118,10 +121,10 @@ class Checks:
         Args:
             check: The name of the check.
             call: The check.
-            needs: The permission that it requires.
-            is_vital: Whether later checks of the store are pointless if no connection can be made,
-                or if it breaks.
-            interrupt: Interrupts the network waits of threads, given their identifiers.
+            needs: The permission that it requires, for the advice; empty if unknown.
+            is_vital: Whether later checks of the store are pointless if this one loses or gets no
+                connection.
+            interrupt: Ends the network waits of threads, given their identifiers.
         """
         began = time.monotonic()
         found, failures = list[Finding](), list[StoreError]()

@@ -44,7 +44,7 @@ def credentials(origin: Origin) -> Finding:
 
 
 def endpoint(access: Access) -> Finding:
-    """Reports the endpoint, and the variables that may name it; warns of unencrypted http."""
+    """Reports the endpoint, and which variables that may name it are set; warns of plain http."""
     parts = urlsplit(access.url)
     address = f"{parts.scheme}://{parts.netloc}"
     given = ", ".join(sorted(filter(_DECIDING.fullmatch, os.environ)))
@@ -57,7 +57,7 @@ def endpoint(access: Access) -> Finding:
 
 
 def connection(access: Access, http: HttpClient) -> Finding:
-    """Sends a request without credentials; reports the response time and the clocks' difference.
+    """Sends a request without credentials; reports the response time and the clock's error.
 
     Raises:
         StoreError: If no response comes.

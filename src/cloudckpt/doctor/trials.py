@@ -73,7 +73,7 @@ class Trials:
         self._folders = _missing_folders(uri)
 
     def list(self, retrier: Retrier) -> Finding:
-        """Checks that the location can be listed, and in which region the bucket is."""
+        """Checks that the location can be listed, and that the bucket is in the expected region."""
         before = self._region
         first = retrier.call(self._first)
         found = "the location can be listed" + ("" if first else "; it is empty")
@@ -91,7 +91,7 @@ class Trials:
         return ok("an object was written")
 
     def read(self, retrier: Retrier) -> Finding:
-        """Checks that an object can be read: the test object, or without one, another object."""
+        """Checks that an object can be read: that of `write`, or if there is none, another one."""
         store, start = self._store, _BYTES // 4
         if self._written is None:
             found = retrier.call(self._first)
@@ -203,7 +203,7 @@ class Trials:
         return self._store.uri(self._start)
 
     def clean(self) -> Finding:
-        """Deletes all test objects and uploads; reports those that are left."""
+        """Deletes all test objects, uploads and new folders; reports objects and uploads left."""
         store, left = self._store, dict[str, StoreError]()
         retrier = Retrier(_CLEANUP)
         for upload in self._uploads:
@@ -237,7 +237,7 @@ class Trials:
         return self._store.access.region if isinstance(self._store, RestStore) else ""
 
     def _first(self) -> ObjectInfo | None:
-        """Returns the first object of a listing; None if the location is empty."""
+        """Returns the first object in the location; None if it is empty."""
         return next(iter(self._store.list(self._uri.key(""))), None)
 
     def _key(self, name: str) -> str:
@@ -247,7 +247,7 @@ class Trials:
         return key
 
     def _put(self, retrier: Retrier, key: str) -> None:
-        """Writes a test object as saves do: some policies demand a condition on every write."""
+        """Writes a test object on the condition that it is new, which some policies demand."""
         only = only_if_new(self._store, self._config)
         put_whole(self._store, key, memoryview(self._content), retrier, if_version=only)
 
@@ -260,7 +260,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _missing_folders(uri: CheckpointURI) -> tuple[str, ...]:
-    """Returns the folders that a local store will create, innermost first."""
+    """Returns the folders of a local location that do not exist yet, innermost first."""
     folders = []
     path = uri.prefix
     while uri.scheme == "file" and not os.path.isdir(path):
