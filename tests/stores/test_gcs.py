@@ -113,6 +113,16 @@ def test_an_object_that_was_put_together_wrongly_is_deleted(store, server, found
     assert query_of(deletion)["ifGenerationMatch"] == VERSION
 
 
+def test_an_object_that_another_writer_has_replaced_at_once_stays(store, server):
+    server.answer(body=xml_of("CompleteMultipartUploadResult", ETag='"x"'))
+    theirs = resource(size=9, metadata={"cloudckptattempt": "fedcba9876543210"})
+    server.respond(lambda request: server.Answer(body=theirs))
+    with pytest.raises(PreconditionFailedError, match="another writer") as caught:
+        VERBS["complete_upload"](store)
+    assert not caught.value.certain
+    assert [request.method for request in server.requests] == ["POST", "GET"]
+
+
 def test_an_object_whose_checksum_is_not_told_is_read(store, server):
     headers = {"x-goog-generation": VERSION, "Content-Range": "bytes 0-3/4"}
     server.answer(status=206, headers=headers, body=b"data")

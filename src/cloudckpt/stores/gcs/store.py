@@ -150,6 +150,11 @@ class GCSStore(XmlStore):
             except StoreError as error:
                 error.certain = False  # the object was made
                 raise
+            if made.attempt not in ("", upload.attempt):  # and not wrong, but of somebody else
+                raise PreconditionFailedError(
+                    "another writer replaced the object as soon as this upload had created it",
+                    uri=self.uri(upload.key),
+                )
         else:
             made = ObjectInfo(upload.key, size, version, crc32c)
         if made.size == size and made.checksum in (None, whole):
