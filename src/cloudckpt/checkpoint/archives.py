@@ -32,7 +32,13 @@ __all__ = ["StoredTensor", "describe_tensor", "locate"]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A plain tensor in a checkpoint: the byte range of its row-major elements, dtype and shape."""
+    """A tensor in a checkpoint that is stored as plain bytes.
+
+    Attributes:
+        elements: The byte range of its elements, which are in row-major order.
+        dtype: The element type.
+        shape: The shape.
+    """
 
     elements: StoredBytes
     dtype: torch.dtype
@@ -40,8 +46,8 @@ class StoredTensor:
 
 
 _EDGE = 4096
-"""Bytes read at either end of an item: torch's directory takes about 700, as do
-the first records.
+"""Bytes read at either end of an item: torch's directory takes about 700, and so do the records
+before the tensor's bytes.
 """
 
 _ENCRYPTED = 1  # flag of an encrypted record
@@ -60,7 +66,7 @@ def locate(
 
     Args:
         store: The store of the items.
-        items: The byte ranges of the items.
+        items: The byte ranges of the items in their objects.
         config: Options.
         stats: Counts the bytes read.
 
@@ -82,7 +88,7 @@ def locate(
 
 
 def _tensor_in(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
-    """Returns the tensor in an item, given its first and last bytes; None if it isn't plain."""
+    """Returns the tensor in an item, given its first and last bytes; None if it is not plain."""
     try:
         return _found(item, head, tail)
     except Exception:  # noqa: BLE001 - zipfile and damaged pickles raise errors of many classes
@@ -144,7 +150,12 @@ def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
 
 @functools.cache
 def _type_of_storage(name: str) -> Any:
-    """Returns the element type of a torch storage class, such as ``BFloat16Storage``."""
+    """Returns the element type of a storage class, given its name: ``torch.BFloat16Storage``.
+
+    Raises:
+        ValueError: If the name does not end with ``Storage``.
+        AttributeError: If torch has no such class.
+    """
     if not name.endswith("Storage"):
         raise ValueError(f"{name} is not a storage class of torch")
     with unwarned():  # storage classes are deprecated, and torch.save still uses them

@@ -1,11 +1,11 @@
 """Finds the bytes of an earlier checkpoint by digest, so that a save need not send them again.
 
 An item (a rank's chunk of a tensor, or a pickled value) is identified by a digest of 128 bits
-(XXH3) of its bytes, its element type and its shape. The digests are in the record of a checkpoint
-that was saved with ``Config(incremental=True)``, a pair of numbers for each row. A save computes
-the digests of its own items and does not send an item whose digest is there: its row in the new
-checkpoint names the object that has the bytes. A reference always leads to the bytes themselves,
-never to another reference, however many saves there were.
+(XXH3) of its bytes, its element type and its shape. A checkpoint that was saved with
+``Config(incremental=True)`` has the digest of each item in its metadata. A save computes the
+digests of its own items, and does not send an item whose digest the earlier checkpoint has: the new
+checkpoint names the object that has the item's bytes. That is always the object itself, never
+another checkpoint that refers to it, however many saves there were.
 
 XXH3 is not a cryptographic hash. Two different items from training share a digest by chance once in
 10^38 pairs; constructing tensors with equal digests can only corrupt one's own checkpoint. The
@@ -78,10 +78,9 @@ class Base:
     It takes 16 bytes of memory per item, in addition to the record.
 
     Args:
-        record: The record of the checkpoint, with digests; ``attempt`` is the random name of the
-            save that made it. The columns of the record are shared, not copied.
+        record: The record of the checkpoint, with digests. Its columns are shared, not copied.
         folder: The name of the checkpoint's folder, which is set on objects that have no folder;
-            empty if all objects have one.
+            may be empty if all objects have one.
 
     Attributes:
         attempt: The random name of the save that made the checkpoint.
@@ -108,7 +107,7 @@ class Base:
     def find(self, digest: Digest) -> Place | None:
         """Returns the location of the item with this digest; None if the checkpoint lacks it.
 
-        The location's object is an index into ``objects``.
+        The location's ``object`` is an index into ``objects``.
         """
         objects, offsets, lengths, _, lows = self._columns
         high, low = digest

@@ -148,8 +148,8 @@ def refuse_run(view: View, *, looks_inside: bool = False) -> None:
 
     Args:
         view: The view of the location, where nothing was committed yet.
-        looks_inside: Whether a folder whose subfolders contain checkpoints is refused as well,
-            whatever their names.
+        looks_inside: Whether a folder is refused as well if any of its subfolders is a committed
+            checkpoint, whatever its name.
 
     Raises:
         ConfigError: If the location is the folder of a run.
@@ -172,8 +172,8 @@ def refuse_run(view: View, *, looks_inside: bool = False) -> None:
     if steps or CLAIM in names:
         raise ConfigError(
             f"this is the folder of a run{f', which contains {steps[0]}' if steps else ''}, and a "
-            f"folder can't be a run and a checkpoint: save to a folder in it, such as "
-            f"{location}/step-1",
+            "folder can't be a run and a checkpoint: give a folder in it that holds, or will hold, "
+            "one checkpoint (for a new one, with the number of a step that does not exist yet)",
             uri=str(location),
         )
 
@@ -182,7 +182,8 @@ class Beginning(Generic[T]):
     """Runs the first request of a save in a thread, so that the caller of the save does not wait.
 
     Args:
-        view: The view that the request goes through; cancelled if waiting for the answer fails.
+        view: The view that the request goes through; cancelled if there is no answer, because the
+            request failed or waiting for it was interrupted.
         ask: Sends the request, and returns the answer.
 
     Attributes:

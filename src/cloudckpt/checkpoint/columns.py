@@ -1,8 +1,8 @@
-"""Packs columns of integers as the differences between rows, which compress to few bytes.
+"""Packs columns of integers as differences between neighbours, which compress to few bytes.
 
-Object numbers and offsets of chunks mostly grow by the same amount from row to row. So their
-differences are small and equal, and zlib packs long runs of them well. All functions work on whole
-columns, without a Python object for each number.
+A column has a number for each item of a save, such as its offset in an object. These mostly grow by
+the same amount from item to item. So their differences are small and equal, and zlib packs long
+runs of them well. All functions work on whole columns, without a Python object for each number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WIDTHS = (1, 2, 4, 8)  # bytes of a difference
 
 
 def column_of(numbers: Sequence[Any]) -> torch.Tensor:
-    """Returns numbers as an int64 tensor on the CPU; rows of numbers give a matrix."""
+    """Returns a list of numbers, or of lists of them, as an int64 tensor (a matrix) on the CPU."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
@@ -51,7 +51,7 @@ def unfilled(*shape: int) -> torch.Tensor:
 
 
 def matrix_of(flat: array[int], columns: int, rows: int) -> torch.Tensor:
-    """Returns the numbers of ``flat``, row by row, as a matrix that shares their memory."""
+    """Returns ``flat``, the numbers of a matrix row by row, as a matrix that shares its memory."""
     if not flat:
         return unfilled(rows, columns)
     return torch.frombuffer(flat, dtype=torch.int64).view(rows, columns)
@@ -103,9 +103,10 @@ def numbers_in(
 
 
 def pack_columns(columns: Iterable[torch.Tensor]) -> bytes:
-    """Packs int64 columns: for each the width of its differences (one byte), then the differences.
+    """Packs int64 columns: for each, a byte with the width of its differences, and then these.
 
-    Differences are little-endian, and all of a column have the same width.
+    A difference is that of a number from the one before it, or from 0 for the first. Differences
+    are little-endian, and all of a column are equally wide.
     """
     return b"".join(map(_packed, columns))
 
@@ -131,7 +132,7 @@ class PackedColumns:
 
     @property
     def left(self) -> int:
-        """How many bytes have not been read yet."""
+        """The number of bytes that were not read yet."""
         return len(self._data) - self._at
 
     def take(self, count: int) -> torch.Tensor:
@@ -151,7 +152,7 @@ class PackedColumns:
         return torch.from_numpy(np.cumsum(differences, dtype=np.int64))
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns the next columns, each of ``rows`` numbers, as the columns of a matrix."""
+        """Returns the next ``columns`` columns, each of ``rows`` numbers, as a matrix."""
         found = [self.take(rows) for _ in range(columns)]
         return torch.stack(found).t() if found else unfilled(rows, 0)
 

@@ -6,10 +6,11 @@ The steps of a save:
    (:mod:`cloudckpt.checkpoint.baseline`).
 2. Each rank uploads its objects, whose names have a random part. Two attempts never write to the
    same key, nothing is renamed, and nothing is deleted yet.
-3. :func:`publish`, on the coordinator, checks that everything the metadata promise was written, and
-   that its store has the other ranks' objects as they wrote them. It tests whether the store
-   honours conditions if this is unknown, and reads from the baseline's exact version the names of
-   the objects that the commit makes obsolete.
+3. The coordinator gathers from all ranks what they have written, which must be everything that the
+   metadata promise (:mod:`cloudckpt.checkpoint.manifest`). :func:`publish` checks that its store
+   has the other ranks' objects as they wrote them, and tests whether the store honours conditions
+   if this is unknown. From the commit object that existed when the save began, it reads the names
+   of the objects that the commit makes obsolete.
 4. :func:`commit` writes ``.metadata`` on the condition that it still has that version, or is still
    missing. It is one PUT at any size: some stores ignore conditions on completing multipart
    uploads.
@@ -123,9 +124,18 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
 
 
 def honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Retrier) -> bool:
-    """Tests whether a store honours conditional writes, on an object that may be overwritten.
+    """Returns whether a store honours conditional writes, after trying them on an existing object.
 
-    The object is written twice on conditions that do not hold, and once on a condition that does.
+    Two writes have conditions that do not hold, and one has a condition that holds.
+
+    Args:
+        store: The store.
+        key: The key of the object, which is overwritten.
+        content: Its bytes before and after the test.
+        retrier: Retries transient failures.
+
+    Raises:
+        StoreError: If a write fails for another reason than its condition.
     """
     body = [memoryview(content)]
     checksum = store.capabilities.checksum.of(content)
@@ -167,6 +177,14 @@ def commit(
     try and the commit object is another writer's, or was deleted: then this save's can't appear any
     more. In all other cases the data must be kept. Each commit object has the random name of its
     commit; one without a name proves nothing, as some stores keep no metadata.
+
+    Args:
+        store: The store.
+        baseline: The commit object at this key when the save began, which alone may be replaced.
+        body: The bytes of the new commit object.
+        conditional: Whether the store ensures that no other commit object is replaced.
+        retrier: Retries transient failures.
+        check: Called before each try.
 
     Raises:
         CheckpointConflictError: If another writer has committed, or has deleted the checkpoint.
@@ -258,7 +276,7 @@ def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
             "%s: the objects of this deleted or replaced checkpoint are not deleted, as its "
-            "metadata is unreadable; run cloudckpt sweep to delete them: %s",
+            "metadata is unreadable; run cloudckpt sweep to delete them (cause: %s)",
             uri,
             error,
         )
@@ -275,7 +293,8 @@ def no_longer_needed(
 ) -> Sequence[str]:
     """Returns the keys of a deleted or replaced checkpoint's objects that are no longer needed.
 
-    Objects for which this can't be determined are left for a later sweep, with a warning.
+    Objects for which this can't be determined are left for a later sweep, with a warning. The
+    checkpoint's marks in other checkpoints are deleted (:mod:`cloudckpt.checkpoint.references`).
 
     Args:
         store: The store.
@@ -283,7 +302,7 @@ def no_longer_needed(
         gone: The checkpoint's commit object, already deleted or replaced; None if there was none,
             or if it can't be parsed.
         config: Options.
-        needed: The keys named by the checkpoint that replaced it.
+        needed: The keys named by the checkpoint that replaced it; empty if it was deleted.
     """
     if gone is None:
         return ()
@@ -294,7 +313,7 @@ def no_longer_needed(
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
             "%s: the objects of this deleted or replaced checkpoint are not deleted, as it is "
-            "unknown which other checkpoints need them; run cloudckpt sweep to delete them: %s",
+            "unknown which other checkpoints need them; cloudckpt sweep deletes them (cause: %s)",
             uri,
             error,
         )
@@ -354,11 +373,11 @@ def publish(
         config: Options.
         baseline: The commit object when the save began.
         attempt: The random name of this save.
-        objects: All data objects.
+        objects: All data objects of the checkpoint, also those of earlier saves.
         own: The names of the objects that this rank itself wrote to ``store``; this checks that the
             others exist.
         data: Returns the bytes of the commit object.
-        kept: The names of objects that existed before the save; they stay if this fails.
+        kept: The names of the objects of earlier saves; they stay if this fails.
         check: Called before each try of the commit; an error that it raises ends the save.
 
     Raises:

@@ -32,7 +32,7 @@ __all__ = ["CommitObject", "Fetched", "fetch", "read_commit"]
 logger = logging.getLogger("cloudckpt")
 
 _TAIL = 4 * 1024 * 1024
-"""Bytes of the first request: columns of half a million chunks, or all of a small commit object."""
+"""Bytes of the first request: the record of half a million chunks, or all of a small object."""
 _MOST_BYTES = 1 << 33
 """Maximum bytes of a commit object: torch's pickle of ten million shards takes some two billion."""
 
@@ -53,8 +53,8 @@ class Fetched:
 def fetch(store: ObjectStore, key: str, *, whole: bool = False) -> Fetched:
     """Reads the bytes of a commit object that a load needs, usually in two requests.
 
-    Of an object that cloudckpt wrote, its end is read; an object of another library is read
-    completely.
+    Of a large commit object with a record of cloudckpt, these are the bytes after torch's pickle;
+    any other commit object is read completely.
 
     Args:
         store: The store.
@@ -100,9 +100,10 @@ class CommitObject:
         info: Key, size and version of the commit object.
         metadata: torch's metadata; made lazily if there is a record.
         record: The record of cloudckpt; None if another writer wrote the commit object.
-        notes: The notes, as stored.
+        notes: The notes, as stored; empty if there are none.
         trailer: The trailer; None if another writer wrote the commit object.
-        is_whole: Whether all bytes were read; those that have a checksum have then matched it.
+        is_whole: Whether all bytes were read, so that torch's pickle was also compared with its
+            checksum, if it has one.
     """
 
     info: ObjectInfo
@@ -129,7 +130,10 @@ class CommitObject:
 
     @property
     def structure(self) -> Structure:
-        """The original keys and empty dicts of the state dict, which torch's metadata lack."""
+        """What torch's metadata lack: keys that are not strings, and empty dicts.
+
+        It is empty if another writer wrote the checkpoint.
+        """
         return Structure() if self.record is None else self.record.structure
 
     @classmethod
@@ -138,7 +142,7 @@ class CommitObject:
 
         Args:
             fetched: The bytes.
-            uri: The commit object, for messages.
+            uri: The URI of the commit object, for messages.
             trust_pickle: Whether another writer's pickle may run any code.
 
         Raises:
@@ -176,6 +180,8 @@ class CommitObject:
     def check_pickle(self, store: ObjectStore, retrier: Retrier) -> None:
         """Compares torch's pickle, which only other readers need, with its checksum.
 
+        It does nothing if parsing has done so, or if the pickle has no checksum.
+
         Raises:
             CheckpointCorruptError: If the pickle is damaged.
             CheckpointReplacedError: If the commit object was replaced meanwhile.
@@ -197,13 +203,17 @@ class CommitObject:
             )
 
     def names(self, uri: str) -> set[str]:
-        """Returns the names of the checkpoint's data objects, relative to it.
+        """Returns the names of the checkpoint's data objects, relative to its folder.
 
-        Another writer's metadata may name anything beneath the prefix, even the current commit
-        object or another checkpoint: only possible data objects of this checkpoint are returned.
+        Another writer's metadata may name anything beneath this folder, even the current commit
+        object or another checkpoint. Of these names, it returns those that can be data objects of
+        this checkpoint, and logs that there are others.
+
+        Args:
+            uri: The checkpoint or its commit object, for messages.
 
         Raises:
-            CheckpointCorruptError: If a name leads out of the checkpoint.
+            CheckpointCorruptError: If a name in another writer's metadata leads out of the folder.
         """
         if self.record is not None:
             return {one.name for one in self.record.objects}
@@ -236,6 +246,7 @@ def read_commit(
         ObjectNotFoundError: If the commit object does not exist.
         UntrustedPickleError: If another writer's metadata name code that is not on the allow-list.
         CheckpointCorruptError: If the commit object is damaged.
+        CheckpointReplacedError: If it was replaced or deleted while it was read.
         StoreError: If the store refuses or stays unreachable.
     """
     uri = store.uri(key)

@@ -1,4 +1,4 @@
-"""Makes the bytes before and after a tensor's data that let ``torch.load`` read it.
+"""Makes the bytes before and after a tensor's data with which ``torch.load`` can read it.
 
 ``torch.save`` writes a zip archive of stored records. Only one of them, ``data/0``, holds the
 tensor's bytes; all others follow from dtype and shape. So they are built here, without touching the
@@ -54,7 +54,7 @@ class Envelope:
 def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
     """Returns the bytes that, around a contiguous tensor's data, make it a file for ``torch.load``.
 
-    They have 0 as the CRC32 of the data, which torch never reads.
+    As the CRC32 of the data, which torch never checks, they contain 0.
 
     Args:
         dtype: The tensor's element type.
@@ -169,7 +169,7 @@ def _pickle(dtype: torch.dtype, shape: tuple[int, ...], numel: int) -> bytes:
 
 
 def has_stored_form(dtype: torch.dtype) -> bool:
-    """Whether ``torch.save`` can write tensors of this type."""
+    """Returns whether ``torch.save`` can write tensors of this element type."""
     try:
         _description(dtype)
     except (KeyError, RuntimeError, TypeError, AttributeError):

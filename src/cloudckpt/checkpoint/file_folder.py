@@ -1,8 +1,9 @@
 """The names of the objects that store a folder of files, and the checksum of its manifest.
 
 Some libraries commit a folder of files by renaming it. In a store, a *manifest* in that folder says
-which object has the bytes of which file; docs/format.md has its contents, and
-:mod:`cloudckpt.integrations.torch_checkpointing` reads and writes it. A manifest is in the folder
+which object has the bytes of which file. Until it is written, each file has a *record* in the
+temporary folder, an object that says the same of this file. docs/format.md has their contents, and
+:mod:`cloudckpt.integrations.torch_checkpointing` reads and writes them. A manifest is in the folder
 of the objects that it names, or above it: so a sweep finds the manifest from the key of any
 leftover object.
 """
@@ -40,7 +41,7 @@ def content_name(name: str, attempt: str) -> str:
     """Returns the name of the object with a file's bytes.
 
     Args:
-        name: The name of the file.
+        name: The name or key of the file.
         attempt: Sixteen random hexadecimal digits.
     """
     return f"{name}.{attempt}.cloudckpt"
@@ -50,24 +51,24 @@ def record_name(name: str, job: str) -> str:
     """Returns the name of the record of a file that is not committed yet.
 
     Args:
-        name: The name of the file.
+        name: The name or key of the file.
         job: Sixteen hexadecimal digits that all ranks of the job share, and no other job has.
     """
     return f"{name}.{job}.cloudckpt-pending"
 
 
 def is_content_name(name: str) -> bool:
-    """Whether a name or key can be that of an object with a file's bytes, by its form."""
+    """Returns whether a name or key has the form that :func:`content_name` makes."""
     return _CONTENT.fullmatch(name) is not None
 
 
 def is_record_name(name: str) -> bool:
-    """Whether a name or key can be that of the record of an uncommitted file, by its form."""
+    """Returns whether a name or key has the form that :func:`record_name` makes."""
     return _RECORD.fullmatch(name) is not None
 
 
 def name_of_record(name: str) -> tuple[str, str]:
-    """Returns the file name and the job of a record's name: the reverse of :func:`record_name`."""
+    """Returns the file's name and the job, given the result of :func:`record_name`."""
     found = _RECORD.fullmatch(name)
     assert found is not None
     return found[1], found[2]
@@ -90,7 +91,7 @@ def folders_above(key: str) -> list[str]:
 
 
 def drawn_part(key: str) -> bytes:
-    """Returns the random digits in the key of a content object or a record.
+    """Returns the random digits in a result of :func:`content_name` or :func:`record_name`.
 
     A manifest that names an object contains its random digits.
     """

@@ -39,10 +39,10 @@ __all__ = ["load_metadata"]
 
 
 def _check(metadata: Metadata) -> None:
-    """Checks the types of the fields of unpickled metadata that readers use.
+    """Checks the fields ``state_dict_metadata`` and ``storage_meta`` of unpickled metadata.
 
     Raises:
-        ValueError: If a field has other contents than torch writes.
+        ValueError: If they have other types than torch writes, or invalid numbers.
     """
     table_of_metadata(Metadata(metadata.state_dict_metadata))
     if not isinstance(metadata.storage_meta, (StorageMeta, type(None))):
@@ -59,8 +59,9 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
 
     Args:
         data: The bytes of the commit object.
-        uri: The commit object, for messages.
-        trust_pickle: Whether the pickle may run any code, instead of only naming torch's classes.
+        uri: The URI of the commit object, for messages.
+        trust_pickle: Whether the pickle may run any code, instead of only naming classes that are
+            known as harmless.
 
     Raises:
         UntrustedPickleError: If the pickle needs a class or function that is not known as harmless.
@@ -103,7 +104,9 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
 
 
 def _instance_of(cls: type[Any], *, more: bool = False) -> Constructor:
-    """Returns a constructor of a dataclass of torch, which takes the fields as pickled state.
+    """Returns a constructor of instances of a dataclass of torch, given their pickled state.
+
+    It raises ValueError if a field is missing or unknown, or if there are arguments.
 
     Args:
         cls: The class.
@@ -177,6 +180,10 @@ def _place_of_another_library(builder: Builder, stub: Stub) -> Any:
     """Makes torch's ``_StorageInfo`` from an instance of any class that has the same fields.
 
     Some libraries, such as OLMo-core, describe the location of an item by a class of their own.
+
+    Raises:
+        UnknownNameError: If the instance does not have these fields.
+        ValueError: If a field is invalid.
     """
     state = stub.state
     is_plain = not stub.is_call and stub.entries is None and type(state) is dict

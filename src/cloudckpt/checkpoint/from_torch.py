@@ -1,4 +1,4 @@
-"""Converts torch's metadata, or the save plan of a rank, to a table of columns."""
+"""Converts torch's metadata, or a rank's save plan, to a :class:`.Table` of columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _END = 1 << 63
 
 
 def table_of_metadata(metadata: Metadata) -> Table:
-    """Converts torch's metadata to a :class:`Table`, which has no storage locations.
+    """Converts torch's metadata to a :class:`Table`, without the locations of items in objects.
 
     Raises:
         NotInColumnsError: If the metadata contain other classes than torch's, or invalid numbers.
@@ -55,8 +55,8 @@ def table_of_metadata(metadata: Metadata) -> Table:
                 ) from exc
         elif type(entry) is not BytesStorageMetadata:
             raise NotInColumnsError(
-                f"the metadata of {name} is a {type(entry).__name__}, which is not torch's "
-                "class for tensors or for other values"
+                f"the metadata of {name} is of class {type(entry).__name__}, but must be torch's "
+                "TensorStorageMetadata or BytesStorageMetadata"
             )
         form_of.append(forms.setdefault(form, len(forms)))
         counts.append(count)
@@ -74,7 +74,12 @@ def table_of_metadata(metadata: Metadata) -> Table:
 
 
 def _form(name: str, entry: TensorStorageMetadata) -> Form:
-    """Returns the form of a tensor, after checking its classes and its chunks' dimensions."""
+    """Returns the form of a tensor, after checking its metadata.
+
+    Raises:
+        NotInColumnsError: If the metadata have other classes than torch's, or if a chunk does not
+            have as many dimensions as the tensor.
+    """
     properties, chunks, dims = entry.properties, entry.chunks, len(entry.size)
     is_plain = type(properties) is TensorProperties and type(chunks) is list
     if not is_plain or set(map(type, chunks)) - {ChunkStorageMetadata}:
@@ -88,17 +93,17 @@ def _form(name: str, entry: TensorStorageMetadata) -> Form:
 
 
 def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
-    """Converts the save plan of a rank to a table: a row for each item, in the plan's order.
+    """Converts the save plan of a rank to a table, whose rows are the plan's items in their order.
 
     Args:
         plan: A plan of torch's planner, or of one that makes the same classes.
 
     Returns:
-        The table, and a column with the numbers of the names that this rank writes as whole
-        tensors: torch expects no part of these on another rank.
+        The table; and an int64 tensor with the numbers in ``table.names`` of those tensors of which
+        the plan expects no part on another rank.
 
     Raises:
-        NotInColumnsError: If columns can't express the plan.
+        NotInColumnsError: If a table can't express the plan.
     """
     entries, whole = dict[str, TensorStorageMetadata | BytesStorageMetadata](), list[int]()
     for name, of_name in itertools.groupby(plan.items, key=lambda item: item.index.fqn):
@@ -125,7 +130,7 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
 
 
 def _is_plain(item: WriteItem) -> bool:
-    """Whether an item is of torch's own class, and its index agrees with its data."""
+    """Returns whether an item is of torch's own class, and its index agrees with its data."""
     data = item.tensor_data
     if type(item) is not WriteItem or (data is None) != (item.type == WriteItemType.BYTE_IO):
         return False
@@ -148,8 +153,8 @@ def _paths(planner_data: Any) -> Paths | None:
     for name, path in planner_data.items():
         if type(name) is not str or type(path) is not tuple or not all(map(_is_element, path)):
             raise NotInColumnsError(
-                f"planner_data maps {name!r} to a path that is not a tuple of strings and "
-                "non-negative integers, or this name is not a string"
+                f"planner_data maps {name!r} to {path!r:.200}: its keys must be strings, and its "
+                "values tuples of strings and non-negative integers"
             )
     return planner_data
 

@@ -1,8 +1,8 @@
 """Writes the index at the end of a data object: its items' sizes, and the checksums of all blocks.
 
-The items of an object are in ascending order, each at the next multiple of 64, and the index
-follows them in the same way. So it holds no offsets: they follow from the lengths. A reader trusts
-it only if its size and CRC32C match the commit object. ``object_index`` reads it.
+Each item begins at the first multiple of 64 after the item before it, and so does the index after
+the last item. So it holds no offsets: they follow from the lengths. A reader trusts it only if its
+size and CRC32C are those in the commit object. ``object_index`` reads it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ HEADER = struct.Struct("<8sIB3x")
 """The header: the magic bytes, the number of items, and the number of the checksum algorithm."""
 
 ITEM = 2 + 2 + 1 + 8
-"""Bytes of an item without its checksums: head (2), tail (2), type (1), length of payload (8)."""
+"""Bytes of an item in the index without its checksums: head (2), tail (2), type (1), length (8)."""
 
 LONGEST_EDGE = (1 << 16) - 1
-"""Maximum bytes of an envelope before a tensor, and after it."""
+"""Maximum bytes of each part of an envelope: the one before a tensor, and the one after it."""
 
 MOST_INDEX = (1 << 32) - 1
 """Maximum bytes of an index."""

@@ -50,7 +50,7 @@ def digest_of_all(values: Iterable[Any], *, samples: bool = True) -> int:
 
 
 class _Digest:
-    """Adds one value to a hash, recursively.
+    """Adds values to a hash, with all that they contain.
 
     An object that occurs several times is visited once, and its digest is reused: objects may refer
     to each other in any way, also in cycles.
@@ -141,7 +141,11 @@ class _Digest:
 
 
 def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields a tensor's elements in row-major order; copies have at most 64 MiB, or one row."""
+    """Yields a tensor's elements in row-major order, as slices in host memory.
+
+    A contiguous tensor in host memory is yielded itself. Of any other, copies are yielded, each of
+    at most 64 MiB, or of one index of the first dimension.
+    """
     if is_plain(tensor):
         yield tensor
     elif tensor.nbytes > _AT_ONCE and tensor.shape[0] > 1:

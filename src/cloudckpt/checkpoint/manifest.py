@@ -40,10 +40,11 @@ class Planned:
 
     Attributes:
         table: The names and chunks of all ranks.
-        rows: By rank, the table's rows of the items in its plan, in the plan's order.
+        rows: For each rank, the rows of the table that hold the items of its plan, in the plan's
+            order.
         checksum: The checksum algorithm of the store.
-        structure: The keys and empty dicts of all ranks' state dicts that torch's paths lose; None
-            if each rank reports it after it has written.
+        structure: The keys and empty dicts of all ranks' state dicts that torch's paths do not
+            express; None if each rank reports its own after it has written.
     """
 
     table: Table
@@ -63,14 +64,15 @@ class Planned:
 
         Args:
             metadata: The planner's metadata.
-            indices: By rank, the indices of the items in its plan, in the plan's order.
+            indices: For each rank, the indices of the items in its plan, in the plan's order.
             checksum: The checksum algorithm of the store.
             uri: The checkpoint, for messages.
 
         Raises:
             IncompleteSaveError: If no rank writes an item that the metadata promise, or a rank
                 writes an item that they do not list.
-            UnsupportedValueError: If the metadata have classes that torch's planners do not make.
+            UnsupportedValueError: If the metadata have classes that torch's planners do not make,
+                or invalid numbers.
         """
         try:
             with paused_gc():
@@ -91,7 +93,7 @@ class Planned:
         """Merges the records of all ranks, which have written their items, into one record.
 
         Args:
-            records: By rank, the record of what it wrote.
+            records: For each rank, the record of what it wrote.
             attempt: The random name of the save: sixteen hexadecimal digits.
             uri: The checkpoint.
 
@@ -207,17 +209,27 @@ class Manifest:
 
 
 def earlier_objects(records: Iterable[Record], folder: str) -> set[str]:
-    """Returns the names of earlier saves' objects that the checkpoint in ``folder`` will name."""
+    """Returns the names of earlier saves' objects to which the checkpoint in ``folder`` refers.
+
+    Args:
+        records: For each rank, the record of what it wrote.
+        folder: The name of the checkpoint's folder.
+    """
     return {
         one.seen_from(folder).name for of_rank in records for one in of_rank.objects if one.folder
     }
 
 
 def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
-    """Checks that the ranks write each row of the table at least once, and no other rows.
+    """Checks that the ranks have written each item of the table, and no other items.
+
+    Args:
+        table: The items that were planned.
+        rows: For each rank, the rows of its items in the table; -1 for an item that it lacks.
+        uri: The checkpoint, for messages.
 
     Raises:
-        IncompleteSaveError: If a row is written by no rank, or a rank writes an unknown item.
+        IncompleteSaveError: If no rank has written an item, or a rank has written an unknown one.
     """
     is_written = torch.zeros(table.count, dtype=torch.bool, device="cpu")
     for rank, of_rank in enumerate(rows):
@@ -248,7 +260,17 @@ def _extents(
     records: Sequence[Record],
     numbers: Sequence[torch.Tensor],
 ) -> Extents:
-    """Returns the locations of all rows, with objects numbered across all ranks."""
+    """Returns the locations of all ranks' items, in the order of the table.
+
+    Args:
+        count: The number of rows of the table.
+        rows: For each rank, the rows of its items.
+        records: For each rank, the record of what it wrote.
+        numbers: For each rank, the new number of each object in its record.
+
+    Raises:
+        ValueError: If the number of an object in a record is out of range.
+    """
     have_digests = all(one.extents.has_digests for one in records)
     columns = [unfilled(count) for _ in range(5 if have_digests else 3)]
     for of_rank, one, number in zip(rows, records, numbers, strict=True):

@@ -53,8 +53,7 @@ class Notes:
         """Returns the notes as JSON, or no bytes if there are no notes.
 
         Raises:
-            ConfigError: If JSON can't hold the values, or they are larger than ``MOST_NOTES``
-                bytes.
+            ConfigError: If JSON can't hold the values, or takes more than ``MOST_NOTES`` bytes.
         """
         if self == Notes():
             return b""
@@ -120,7 +119,7 @@ class Notes:
         return cls(step=step, metrics=metrics, user=user, job=job, continues=continues)
 
     def is_same_training(self, other: Notes) -> bool:
-        """Whether ``other`` are the notes of a checkpoint of the same training as this one.
+        """Returns whether ``other`` are the notes of a checkpoint of the same training as this one.
 
         That is a checkpoint of the same job, or of an earlier job that this job continues, up to
         the step from which the job after it continued.
@@ -135,11 +134,11 @@ class Notes:
 
 
 def continued_from(pairs: object) -> dict[str, int]:
-    """Parses the jobs that a job continues, given as pairs of a job and its last step.
+    """Returns :attr:`Notes.continues`, given as a list of pairs of a job and its last step.
 
     Raises:
-        ValueError: If ``pairs`` is anything else.
-        TypeError: If an entry of the list is not a pair.
+        ValueError: If ``pairs`` is not a list, or an entry of it not such a pair.
+        TypeError: If an entry of it is not iterable, or a job not hashable.
     """
     if not isinstance(pairs, list):
         raise ValueError("'continues' is not a list of jobs")

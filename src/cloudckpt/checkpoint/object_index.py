@@ -32,7 +32,7 @@ _CODES = {dtype: code for code, dtype in _TYPES.items()}
 
 
 def code_of(dtype: torch.dtype) -> int | None:
-    """Returns the number of an element type in an index; None if the format has no such number."""
+    """Returns the number of an element type in an index; None if the format lacks the type."""
     return _CODES.get(dtype)
 
 
@@ -135,7 +135,8 @@ class ObjectIndex:
             items: The items' names, for messages.
 
         Raises:
-            CheckpointCorruptError: If the index has no item with one of these ranges.
+            CheckpointCorruptError: If the index has no item at one of these ranges, its entry is
+                invalid, or this torch lacks its element type.
         """
         if not offsets:
             return []
@@ -163,12 +164,6 @@ class ObjectIndex:
         )
         return [self._item(*row) for row in rows]
 
-    def _sums_of(self, first: int, stop: int) -> tuple[int, ...]:
-        """Returns the checksums of the blocks from ``first`` up to, but not including, ``stop``."""
-        size = self._algorithm.nbytes
-        packed = self._data[self._sums + first * size : self._sums + stop * size]
-        return self._algorithm.unpack(bytes(packed))
-
     def _item(
         self, item: str, code: int, head: int, tail: int, raw: int, first: int, stop: int
     ) -> IndexItem:
@@ -185,7 +180,9 @@ class ObjectIndex:
                 "torch",
                 item=item,
             )
-        blocks = Blocks(algorithm, block_size_for(raw), self._sums_of(first, stop))
+        start, end = (self._sums + number * algorithm.nbytes for number in (first, stop))
+        sums = algorithm.unpack(bytes(self._data[start:end]))
+        blocks = Blocks(algorithm, block_size_for(raw), sums)
         return IndexItem(head, tail, dtype, raw, blocks)
 
     def _corrupt(

@@ -127,7 +127,7 @@ class _Object:
         self._index_crc: int | None = None
 
     def add(self, plan: ObjectPlan) -> None:
-        """Writes the items of a plan into the object."""
+        """Appends the items of a plan to the object."""
         self._heads += [len(form.head) for form in plan.forms]
         self._tails += [len(form.tail) for form in plan.forms]
         self._dtypes += [form.dtype for form in plan.forms]
@@ -165,7 +165,7 @@ class _Object:
                 raise TensorChangedError.of(name)
 
     def end(self) -> None:
-        """Writes the index after the last item."""
+        """Appends the index, after which nothing follows."""
         self._packer.flush()
         self.upload.align()
         self._index = bytearray(index_size(self._sizes, self.upload.algorithm))
@@ -278,14 +278,14 @@ class Buffers(Protocol):
 
 @dataclass(frozen=True)
 class Destination:
-    """The properties that all objects of one rank have in common: checkpoint, rank and options.
+    """What all objects of one rank in a save have in common: checkpoint, rank and options.
 
     Attributes:
         uri: The checkpoint.
         config: Options.
         rank: The rank.
         attempt: The random part of the objects' names.
-        expected: About how many bytes will be sent.
+        expected: About how many bytes the rank will send.
     """
 
     uri: CheckpointURI
@@ -299,7 +299,12 @@ class Destination:
         return self.uri.key(data_name(self.rank, number, self.attempt))
 
     def part_size(self, capabilities: Capabilities, *, staged: bool) -> int:
-        """Returns the part size of an object in bytes; ``staged``: bytes pass through a pool."""
+        """Returns the part size of an object in bytes.
+
+        Args:
+            capabilities: Those of the store.
+            staged: Whether the object's bytes are copied through a pool, whose size limits it.
+        """
         return choose_part_size(
             self.expected,
             self.config.part_size,

@@ -67,12 +67,15 @@ _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, l
 
 
 def data_name(rank: int, ordinal: int, attempt: str) -> str:
-    """Returns the name of a data object; no two saves have the same ``attempt``."""
+    """Returns the name of a rank's data object number ``ordinal`` in the save ``attempt``."""
     return f"__{rank}_{ordinal}.{attempt}.distcp"
 
 
 def pending_name(rank: int, attempt: str) -> str:
-    """Returns the name of the object that a saving process leaves if its trainer has ended."""
+    """Returns the name of the object that a rank's saving process leaves if its trainer ends early.
+
+    :mod:`cloudckpt.checkpoint.pending` describes this object.
+    """
     return f"__{rank}.{attempt}.pending"
 
 
@@ -80,7 +83,7 @@ _PENDING = re.compile(r"__\d+\.[0-9a-f]{16}\.pending")
 
 
 def is_pending_name(name: str) -> bool:
-    """Whether a name has the form of a pending object's name (:func:`pending_name`)."""
+    """Returns whether a name has the form that :func:`pending_name` makes."""
     return _PENDING.fullmatch(name) is not None
 
 
@@ -88,7 +91,7 @@ _STEP = re.compile(r"step-(0|[1-9]\d{0,17})", re.ASCII)
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a folder has the name of a step in runs with default names, such as ``step-100``."""
+    """Returns whether this is the name of a step in runs with default names: ``step-100``."""
     return _STEP.fullmatch(name) is not None
 
 
@@ -111,7 +114,7 @@ def keeps_in(folder: CheckpointURI) -> str:
 
 
 def is_keep_name(name: str) -> bool:
-    """Whether a name has the form of a mark's name (:func:`keep_name`)."""
+    """Returns whether a name has the form that :func:`keep_name` makes."""
     return re.fullmatch(re.escape(KEPT_FOR) + "[0-9a-f]{16}", name) is not None
 
 
@@ -121,7 +124,12 @@ def trial_name(attempt: str) -> str:
 
 
 def probe_name(of: Literal["doctor", "sweep"], drawn: str) -> str:
-    """Returns the prefix of the names of temporary objects on which a store is tested."""
+    """Returns the prefix of the names of temporary objects on which a store is tested.
+
+    Args:
+        of: What tests the store.
+        drawn: Sixteen random hexadecimal digits.
+    """
     return f".cloudckpt-{of}.{drawn}"
 
 
@@ -132,7 +140,7 @@ _DRAWN = re.compile(
 
 
 def is_drawn_name(name: str) -> bool:
-    """Whether a name has random digits, in a form that only cloudckpt makes.
+    """Returns whether a name has random digits, in a form that only cloudckpt makes.
 
     These are the names of data objects, pending objects, marks, and objects for tests. Such a name
     is never used twice.
@@ -143,10 +151,14 @@ def is_drawn_name(name: str) -> bool:
 
 
 def checked(name: object, uri: str) -> str:
-    """Returns ``name`` if it is beneath the checkpoint's prefix, or a data object of a sibling.
+    """Returns ``name``, that of an object relative to a checkpoint's folder, if it is allowed.
 
-    Names come from the bucket; an object elsewhere must not be read, much less deleted. An object
-    in a sibling checkpoint must have a name that only cloudckpt makes.
+    Allowed are objects beneath this folder, and data objects of cloudckpt in a folder beside it.
+    Names come from the bucket; an object elsewhere must not be read, much less deleted.
+
+    Args:
+        name: The name, as the metadata have it.
+        uri: The checkpoint or its commit object, for messages.
 
     Raises:
         CheckpointCorruptError: If the name leads elsewhere, or is invalid.
@@ -171,7 +183,7 @@ def checked(name: object, uri: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WrittenObject:
-    """A data object in the store.
+    """A data object in the store, as its rank has written it.
 
     Attributes:
         rank: The rank that wrote it.
@@ -204,10 +216,10 @@ class WrittenObject:
         return f"../{self.folder}/{name}" if self.folder else name
 
     def seen_from(self, folder: str) -> WrittenObject:
-        """Returns the object as named by the checkpoint in ``folder``.
+        """Returns the object as the checkpoint in ``folder`` refers to it.
 
-        Objects in that folder itself are named without it, so that they are found after the folder
-        was renamed.
+        An object in that folder itself gets an empty ``folder``, so that it is still found after
+        the folder was renamed.
         """
         return dataclasses.replace(self, folder="") if self.folder == folder else self
 
@@ -283,7 +295,7 @@ def find_commit(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> Object
 
 
 def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bool:
-    """Whether a location has a commit object; see :func:`find_commit`."""
+    """Returns whether a location has a commit object; see :func:`find_commit`."""
 
     def look(key: str) -> ObjectInfo:
         return retrier.call(lambda: store.look(key))
@@ -292,7 +304,7 @@ def is_committed(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> bo
 
 
 def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
-    """Whether a location is itself the key of an object; arguments as in :func:`find_commit`."""
+    """Returns whether a location is itself an object's key; arguments as in :func:`find_commit`."""
     try:
         return bool(uri.prefix and look(uri.prefix))
     except ObjectNotFoundError:
@@ -300,9 +312,10 @@ def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
 
 
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
-    """Returns a sentence that names checkpoints beneath a location, as a hint for an error message.
+    """Returns a hint for an error message, which names checkpoints beneath a location.
 
-    The sentence is empty if a short listing shows no checkpoint, or fails; it is not retried.
+    It is empty if the first 5000 keys beneath it show no checkpoint, or if listing them fails;
+    nothing is retried.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")
@@ -329,7 +342,7 @@ _DIGITS = frozenset("0123456789")
 
 
 def natural_order(text: str) -> list[tuple[bool, int, str]]:
-    """Returns a sort key that orders names by the numbers in them: step-200 before step-1000."""
+    """Returns a sort key by which numbers in names count: step-200 comes before step-1000."""
     return [
         (part[:1] in _DIGITS, int(part) if part[:1] in _DIGITS else 0, part)
         for part in re.split(r"([0-9]+)", text)
@@ -357,8 +370,8 @@ def look_for(
         uri: The checkpoint that names the objects.
         objects: The objects, also those of sibling checkpoints.
         config: Options.
-        wrong: Makes the error from an object and a text that says what is wrong: that it does not
-            exist, or how many bytes it has.
+        wrong: Makes the error from an object and what is wrong with it: ``does not exist``, or
+            ``has 5 bytes instead of 9``.
 
     Raises:
         CloudCheckpointError: The error that ``wrong`` makes; or a StoreError, if the store refuses
@@ -395,7 +408,20 @@ def _listed(
     objects: Collection[WrittenObject],
     retrier: Retrier,
 ) -> set[str]:
-    """Returns the names of those objects that a listing shows with the size that was reported."""
+    """Returns the names of those objects that a listing shows with the size that was reported.
+
+    It returns none if the store refuses to list them.
+
+    Args:
+        store: The store of ``uri``.
+        uri: The checkpoint that names the objects.
+        start: The prefix of all keys in a folder.
+        objects: The objects in that folder.
+        retrier: Retries transient failures.
+
+    Raises:
+        TransientStoreError: If the store stays unreachable.
+    """
     names = {(uri.key(record.name), record.size): record.name for record in objects}
     try:
         listed = store.list(start + OF_RANKS, retrier.call)

@@ -44,7 +44,8 @@ class Pending:
         plan: The rank's items: the bytes of a record without locations.
         record: Their locations: the bytes of a record without a table and without objects.
         notes: The notes for the checkpoint.
-        copies: A digest by which ranks that hold copies of the same values are compared.
+        copies: A number for the values that other ranks hold as well; if these are equal on all
+            ranks, the ranks' numbers add up to 0, modulo 2**64.
         references: The objects of other checkpoints that hold some of the items.
         held: The folders of the checkpoints in which the save has put a mark, which keeps their
             objects (:mod:`~cloudckpt.checkpoint.references`), if this rank is the coordinator.
@@ -68,7 +69,7 @@ class Pending:
     objects: tuple[WrittenObject, ...] | None = None
 
     def so_far(self, sent: int) -> Pending:
-        """Returns a copy that records ``sent`` bytes as sent."""
+        """Returns a copy in which ``sent`` is this number of bytes."""
         return dataclasses.replace(self, sent=sent)
 
     def finished(self, objects: Sequence[WrittenObject]) -> Pending:
@@ -76,9 +77,9 @@ class Pending:
         return dataclasses.replace(self, objects=(*objects, *self.references), references=())
 
     def to_bytes(self) -> bytes:
-        """Encodes the pending object.
+        """Returns the bytes of the pending object, for :meth:`parse`.
 
-        Plan, record, notes and references are left out until the store has all objects.
+        They lack plan, record, notes and references until the store has all objects.
         """
         document = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         if self.objects is None:

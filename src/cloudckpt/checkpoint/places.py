@@ -55,7 +55,8 @@ class _Item:
     Attributes:
         name: The name of its object.
         whole: All bytes of the item.
-        shape: The shape of its chunk; empty for values, and if the checkpoint has no indexes.
+        shape: The shape of its chunk; empty for scalars, for values that are not tensors, and if
+            the checkpoint has no indexes.
         transforms: The stream transforms that were applied to it.
     """
 
@@ -88,8 +89,8 @@ class Places:
     ) -> list[ItemPlace]:
         """Returns the locations of items, in the same order.
 
-        Reads the indexes of their objects. Without indexes, it reads both ends of the items that
-        hold tensors.
+        It reads the indexes of their objects, and of objects without an index both ends of the
+        items that hold tensors.
 
         Raises:
             CheckpointCorruptError: If an item has no location or a contradictory one, or an index
@@ -177,9 +178,10 @@ class Places:
                 self._indexes[record.name] = None  # both ends of its items are read instead
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:
-        """Returns the byte ranges of items' payloads, with checksums, by the indexes read so far.
+        """Returns the byte ranges of items' payloads, with the checksums in the indexes.
 
-        For an item in an object without an index, all of its bytes count as payload.
+        Only indexes that were read before are used. For an item in an object without one, it
+        returns all of the item's bytes, without checksums.
 
         Raises:
             CheckpointCorruptError: If an item has no location, or a contradictory one.
@@ -220,10 +222,16 @@ class Places:
         indices: Sequence[MetadataIndex],
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[_Item]:
-        """Returns the metadata's description of each item that has a location.
+        """Returns the metadata's description of each item that has a location, in their order.
 
-        In another writer's metadata, the error of each item without a location is passed to
-        ``damaged``; in cloudckpt's, it is raised.
+        Args:
+            indices: The items.
+            damaged: Called with the error of each item for which another writer's metadata have no
+                location; it is left out.
+
+        Raises:
+            CheckpointCorruptError: If cloudckpt's metadata have no location for an item; or if
+                ``damaged`` raises it.
         """
         located: list[_Item] = []
         record = self._commit.record if self._commit is not None else None
@@ -282,7 +290,13 @@ class Places:
         items: Sequence[_Item],
         damaged: Callable[[CheckpointCorruptError], None] = raise_it,
     ) -> list[ItemPlace]:
-        """Returns the locations of items within the objects, by the indexes that were read."""
+        """Returns the payloads of items and the tensors in them, by the indexes that were read.
+
+        Args:
+            items: The items.
+            damaged: Called with the error of each object whose index contradicts the metadata. If
+                it does not raise, items of such an object may lack checksums and tensors.
+        """
         places = [ItemPlace(item.whole, None, item.transforms) for item in items]
         by_object: dict[str, list[int]] = {}
         for number, item in enumerate(items):

@@ -1,10 +1,10 @@
 """The record of a save: the items of one rank or of all ranks, and their locations in objects.
 
-There is one encoding, :meth:`Record.to_bytes`. Ranks exchange records (a plan is a record without
-locations, a report one without a table), a saving process leaves its record in the store, and the
-record of all ranks follows the pickle in ``.metadata``. A record has one JSON document with
-everything that is not a column (names, distinct shapes and element types, paths, objects), and
-columns of integers. Both are compressed.
+There is one encoding, :meth:`Record.to_bytes`. Ranks exchange records (a rank's *plan* is a record
+without locations, its *report* of what it wrote one without a table), a saving process leaves its
+record in the store, and the record of all ranks follows the pickle in ``.metadata``. A record has
+columns of integers, with an entry for each item, and one JSON document with everything else: names,
+distinct shapes and element types, paths, objects. Both are compressed.
 
 It contains no pickle, and the memory needed to read it is bounded beforehand.
 """
@@ -58,14 +58,16 @@ def bound(pickle_size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Extents:
-    """The locations of items in objects, as int64 columns with an entry for each row of a table.
+    """The locations of items in objects, as int64 columns with an entry for each item.
+
+    The items have the order of a :class:`~cloudckpt.checkpoint.table.Table`.
 
     Attributes:
-        objects: The number of each row's object.
-        offsets: The row's first byte in the object, envelope included.
-        lengths: The row's bytes, envelope included.
-        high: The first half of the row's digest (:mod:`cloudckpt.checkpoint.base`); None if digests
-            were not requested.
+        objects: The number of each item's object: its index in :attr:`Record.objects`.
+        offsets: The item's first byte in the object, envelope included.
+        lengths: The item's bytes, envelope included.
+        high: The first half of the item's digest (:mod:`cloudckpt.checkpoint.base`); None if
+            digests were not requested.
         low: The second half of the digest; None if digests were not requested.
     """
 
@@ -77,7 +79,7 @@ class Extents:
 
     @classmethod
     def none(cls, *, digests: bool = False) -> Extents:
-        """Returns extents without rows; ``digests``: whether they have columns for digests."""
+        """Returns columns without entries; with ``digests``, also those of the digests."""
         return cls(*(unfilled(0) for _ in range(5 if digests else 3)))
 
     def __len__(self) -> int:
@@ -85,12 +87,12 @@ class Extents:
 
     @property
     def has_digests(self) -> bool:
-        """Whether the rows have digests."""
+        """Whether there are columns for digests."""
         return self.high is not None and self.low is not None
 
     @property
     def columns(self) -> tuple[torch.Tensor, ...]:
-        """The three columns of the locations and, if the rows have digests, their two columns."""
+        """The columns, in the order of the attributes; those of the digests only if present."""
         columns = self.objects, self.offsets, self.lengths, self.high, self.low
         return tuple(column for column in columns if column is not None)
 
@@ -102,12 +104,12 @@ class Extents:
         return made.hexdigest()
 
     def at(self, rows: torch.Tensor) -> Extents:
-        """Returns the extents of these rows, in their order."""
+        """Returns the locations of the items with these row numbers, in their order."""
         return Extents(*(column[rows] for column in self.columns))
 
 
 def no_times() -> torch.Tensor:
-    """Returns the ``times`` of a record that has no rank; see :class:`Record`."""
+    """Returns :attr:`Record.times` without any rank."""
     return unfilled(0, 5)
 
 
@@ -116,19 +118,20 @@ class Record:
     """The items that one rank, or all ranks, have written or are to write, with their locations.
 
     Attributes:
-        table: The names and chunks of the rows; None in a report for a plan that is known.
-        extents: The locations of the rows; empty in a plan.
-        objects: The data objects: the save's own, then objects of earlier saves that it refers to.
+        table: The names and chunks of the items; None in a rank's report, as its plan has them.
+        extents: The locations of the items; empty in a plan.
+        objects: The data objects: the save's own, and those of earlier saves that it refers to.
         checksum: The algorithm of all checksums.
-        structure: The nesting of the state dict that torch's paths do not express.
-        attempt: The random name of the save; empty until it is committed.
-        location: The checkpoint that a rank has written to; empty once it is committed.
+        structure: The keys and empty dicts of the state dict that torch's paths do not express.
+        attempt: The random name of the save; empty in the record of one rank.
+        location: The checkpoint that a rank has written to; empty in the record of all ranks.
         unmoved: If not empty, the digest of the extents, which equal those of the rank's previous
             save; ``extents`` is then empty.
-        whole: In a plan, the numbers of the names of which no other rank may have a part.
-        times: One row per rank: its number, when it began to plan, when its first byte was sent,
-            when the store had all of its data (each in milliseconds since 1970, by the rank's own
-            clock), and the bytes that it sent.
+        whole: In a plan, the numbers in ``table.names`` of those tensors of which no other rank may
+            have a part.
+        times: A matrix with a row for each rank: its number, when it began to plan, when its first
+            byte was sent, when the store had all of its data (each in milliseconds since 1970, by
+            the rank's own clock), and the bytes that it sent.
         committing: When all ranks had written, in milliseconds since 1970; 0 in the record of one
             rank.
     """
@@ -146,7 +149,7 @@ class Record:
     committing: int = 0
 
     def seen_from(self, folder: str) -> Record:
-        """Returns the record as the checkpoint in ``folder`` names its objects.
+        """Returns the record with its objects as the checkpoint in ``folder`` refers to them.
 
         The objects in that folder itself get an empty ``folder``.
         """
@@ -164,7 +167,7 @@ class Record:
         """Returns the record with the extents that :meth:`without` has removed.
 
         Raises:
-            ValueError: If ``earlier`` differs from the extents that were removed.
+            ValueError: If extents were removed, and ``earlier`` differs from them.
         """
         if not self.unmoved:
             return self
@@ -173,15 +176,19 @@ class Record:
         return dataclasses.replace(self, extents=earlier, unmoved="")
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
-        """Returns the object of a row, the row's first byte in it, and its length in bytes."""
+        """Returns the object that holds an item, the item's first byte in it, and its length.
+
+        Args:
+            row: The row of the item in the table.
+        """
         number, offset, length = (int(column[row]) for column in self.extents.columns[:3])
         return self.objects[number], offset, length
 
     def check_extents(self) -> None:
-        """Checks that all extents are inside their objects.
+        """Checks that all items are within their objects, before the indexes of these.
 
         Raises:
-            ValueError: If an extent is not.
+            ValueError: If an item is not.
         """
         assert self.table is not None
         extents, count = self.extents, len(self.objects)
@@ -202,7 +209,7 @@ class Record:
                 )
 
     def to_bytes(self, most: int | None = None) -> bytes:
-        """Encodes the record.
+        """Returns the bytes of the record, for :meth:`parse`.
 
         Args:
             most: Maximum bytes of the unpacked record, as readers enforce it; None for no limit.
@@ -255,8 +262,8 @@ class Record:
             uri: The checkpoint, for messages.
             most: Maximum bytes of the unpacked record; None if a rank of this job made it, whose
                 numbers are trusted.
-            known: Caches documents, which ranks with the same names share; parsed ones are added to
-                it.
+            known: Parsed documents, which are not parsed again if another record has the same one,
+                as ranks with the same names do; new ones are added. None to keep none.
 
         Raises:
             CheckpointCorruptError: If the record is inconsistent.
@@ -288,7 +295,8 @@ class _Head(NamedTuple):
 
     Attributes:
         record: The record without its columns.
-        counts: The numbers of rows, of columns for each row, of ranks, and of whole tensors.
+        counts: How many locations there are, columns of these, ranks in ``times``, and numbers in
+            ``whole``.
         table: The table without columns; None if the record has no table.
     """
 

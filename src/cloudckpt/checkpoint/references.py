@@ -129,8 +129,9 @@ class Hold:
             or deleted meanwhile.
 
         Raises:
-            ConfigError: If the base is not in the same parent folder as ``uri``, or a checkpoint
-                that refers to its objects could not be read.
+            ConfigError: If the base is not in the same parent folder as ``uri``, or has other
+                checksums than the store needs; or if a reference can't contain the name of its
+                folder, or of one that it refers to.
             CheckpointCorruptError: If one of the base's objects is missing, has another size, or is
                 known to be damaged (:func:`distrust`).
             CloudCheckpointError: If the base can't be read, or marks can't be written.
@@ -165,13 +166,13 @@ class Hold:
 
     @property
     def contents(self) -> Base:
-        """The digests of all ranks' items in the base, with their locations."""
+        """An object that looks up the items of the base by their digests."""
         found = self.commit.record
         assert found is not None
         return Base(found, self.base.folder)
 
     def let_go(self, needed: Collection[str] = ()) -> None:
-        """Removes the save's marks from all folders except those in ``needed``."""
+        """Deletes the save's marks in all folders except those in ``needed``."""
         keys = [_mark_in(self._uri, one, self._attempt) for one in self.folders.difference(needed)]
         delete_quietly(self._store, keys, self._config.retry, threads=self._config.requests_at_once)
 
@@ -395,9 +396,12 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
 
 
 def _owner_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
-    """Returns the folder of the save that left a mark; None if the mark is gone.
+    """Returns the folder of the checkpoint whose save left a mark; None if the mark is gone.
 
     The result is empty if the mark can't be read: it then counts as an uncommitted save's.
+
+    Raises:
+        StoreError: If the store refuses or stays unreachable.
     """
     try:
         data, _ = retrier.call(lambda: store.get(key, limit=_MOST_BYTES))

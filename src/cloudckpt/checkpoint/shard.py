@@ -51,7 +51,10 @@ __all__ = [
 
 @functools.lru_cache(maxsize=8192)
 def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredForm | None:
-    """Returns how a strided tensor is stored; None if an object's index can't describe it."""
+    """Returns how a strided tensor is stored; None if the index of an object can't describe it.
+
+    It then has to be stored as a pickle.
+    """
     around, code = envelope(dtype, shape), code_of(dtype)
     if code is None or max(len(around.head), len(around.tail)) > LONGEST_EDGE:
         return None
@@ -59,7 +62,11 @@ def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredForm | None:
 
 
 def small_form_of(tensor: torch.Tensor) -> StoredForm | None:
-    """Returns how a small plain tensor in host memory is stored; None for any other tensor."""
+    """Returns how a small, contiguous tensor in host memory is stored; None for any other tensor.
+
+    It also returns None if the tensor has no elements, is a negated or conjugate view, or can't be
+    described by the index (:func:`form_of`).
+    """
     if tensor.is_quantized or tensor.layout != torch.strided:
         return None
     if not 0 < tensor.numel() * tensor.itemsize < PACKED_BELOW or not is_plain(tensor):
@@ -133,7 +140,7 @@ def check_shards(value: Any, fqn: str) -> None:
 
 
 def travels_as_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor wraps other tensors, without a storage: only ``torch.save`` can write it."""
+    """Returns whether a tensor wraps others and has no memory itself, so that it is pickled."""
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -201,7 +208,8 @@ class Sender(Protocol):
             store: The destination's store.
             layout: The items.
             stats: Counts the bytes sent.
-            pending: The object to leave in the store if this trainer ends, without the locations.
+            pending: What to leave in the store if this trainer ends early, still without the
+                items' locations; None to leave nothing.
         """
 
 

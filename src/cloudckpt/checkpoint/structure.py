@@ -1,4 +1,4 @@
-"""Flattens state dicts as torch does, and restores the nesting and the keys that this loses.
+"""Flattens state dicts as torch does, and restores their nesting, with keys that torch loses.
 
 torch flattens nested dicts and lists into one dict. The paths that it keeps have strings for all
 dict keys, and omit empty dicts: ``optimizer.state_dict()``, whose state is keyed by integers, would
@@ -202,11 +202,12 @@ def _path(value: Any) -> Path:
 
 
 class Flat:
-    """A state dict flattened as torch does it, and the keys and empty dicts that its names lose.
+    """A state dict flattened as torch does it, with the keys and empty dicts that get lost.
 
     Attributes:
-        values: The values that are not containers, by the names that torch gives them.
-        paths: The path of each name.
+        values: The values that torch does not flatten, by the names that torch gives them. It
+            flattens dicts, and lists that contain a tensor or a dict (:func:`is_flattened`).
+        paths: The path of each of these values, by its name.
         keys: The key of a dict entry, by its path, if it is not a plain string.
         empty: The paths of the empty dicts.
     """
@@ -229,7 +230,7 @@ class Flat:
         self._add((), "", state_dict)
 
     def _add(self, path: Path, prefix: str, value: Any) -> None:
-        """Adds a value, or the entries of a container; ``prefix`` is its name and a dot."""
+        """Adds a value, or if torch flattens it, its entries; ``prefix`` is its name and a dot."""
         is_tensor = type(value) is torch.Tensor  # as most values are
         if not is_tensor and isinstance(value, Mapping):
             if path and not value:
@@ -264,14 +265,14 @@ class Flat:
         )
 
     def true(self, path: Path) -> tuple[Any, ...]:
-        """Returns a path in which the strings are replaced by the original keys."""
+        """Returns a path with the original keys in place of the strings that stand for them."""
         return tuple(self.keys.get(path[: depth + 1], path[depth]) for depth in range(len(path)))
 
     def structure(self) -> Structure:
-        """Returns the keys and empty dicts that the paths lose.
+        """Returns the keys and empty dicts that the paths do not express.
 
-        A key that can't be restored is logged once, by the logger ``cloudckpt``: it loads only into
-        a state dict that already contains it.
+        A key that can't be restored is left out, which is logged once: it loads only into a state
+        dict that already contains it.
         """
         keys: dict[Path, Key] = {}
         for path, key in self.keys.items():
@@ -292,7 +293,7 @@ class Flat:
 
 
 def is_flattened(value: list[Any]) -> bool:
-    """Whether torch's flattening enters a list: if it holds a tensor or dict, at any depth."""
+    """Returns whether torch flattens a list: if it, or a list in it, has a tensor or dict."""
     kinds = {*map(type, value)}
     if any(issubclass(kind, (torch.Tensor, Mapping)) for kind in kinds):
         return True
@@ -304,7 +305,7 @@ def check_nesting(state_dict: Mapping[Any, Any]) -> None:
     """Checks that no mapping, list or tuple contains itself, or is nested too deeply.
 
     Raises:
-        UnsupportedValueError: If a container contains itself, or is nested too deeply.
+        UnsupportedValueError: If one contains itself, or is deeper than 250 levels.
     """
     _check(state_dict, (), {id(state_dict)}, {})
 
@@ -343,5 +344,5 @@ def _check(value: Any, path: tuple[Any, ...], around: set[int], seen: dict[int, 
 
 
 def shown(path: tuple[Any, ...]) -> str:
-    """Returns a path as indexing is written in code, such as ``['model'][0]``."""
+    """Returns a path as an index in code, ``['model'][0]``; for an empty one, "the state dict"."""
     return "".join(f"[{element!r}]" for element in path) or "the state dict"

@@ -3,7 +3,7 @@
 torch's metadata has three Python objects for each chunk of each tensor of each rank: half a million
 chunks take a gigabyte and seconds. A :class:`Table` has the names, their few distinct forms (shape
 and element type), and columns of numbers for names and chunks. torch's objects are made from it on
-demand.
+demand. A *value* is anything under a name that is not a tensor; it is pickled as a whole.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ _MOST_DIMS = 64  # numpy's limit; columns are walked once for each number of dim
 class Form(NamedTuple):
     """The shape, element type and ``requires_grad`` of a named tensor.
 
-    For a value that is not a tensor, the shape is None, and the other fields mean nothing.
-
     Of torch's ``TensorProperties``, the layout, the memory format and whether a tensor was pinned
     are left out: they describe the tensor in memory, and no reader uses them.
 
     Attributes:
-        shape: The shape of the whole tensor; None for a value that is not a tensor.
+        shape: The shape of the whole tensor; None for a value, for which the other fields mean
+            nothing.
         dtype: The element type.
         requires_grad: Whether the tensor required gradients.
     """
@@ -60,19 +59,20 @@ class Form(NamedTuple):
         """Returns the form of a tensor, after checking its numbers.
 
         Raises:
-            NotInColumnsError: If the shape has too many dimensions, or a number is out of range.
+            NotInColumnsError: If there are more than 64 dimensions, one of them is not an integer
+                or is out of range, or the tensor has 2**63 bytes or more.
         """
-        is_shape = len(shape) <= _MOST_DIMS and all(type(n) is int and 0 <= n < _END for n in shape)
-        if not is_shape or math.prod(shape) * dtype.itemsize >= _END:
-            raise NotInColumnsError(
-                f"the shape of a tensor has more than {_MOST_DIMS} dimensions or one that is not a "
-                "non-negative integer, or the tensor has more bytes than a 64-bit number can count"
-            )
+        if len(shape) > _MOST_DIMS:
+            raise NotInColumnsError(f"the shape has more than {_MOST_DIMS} dimensions")
+        if not all(type(n) is int and 0 <= n < _END for n in shape):
+            raise NotInColumnsError(f"shape {shape!r:.99} is not of integers from 0 to 2**63 - 1")
+        if math.prod(shape) * dtype.itemsize >= _END:
+            raise NotInColumnsError(f"a tensor of shape {shape!r:.99} has 2**63 bytes or more")
         return cls(tuple(shape), dtype, requires_grad)
 
     @property
     def dims(self) -> int:
-        """The number of dimensions; -1 for a value."""
+        """The number of dimensions; -1 for a value, which has none."""
         return -1 if self.shape is None else len(self.shape)
 
     @property
@@ -88,10 +88,11 @@ class Entry(NamedTuple):
     """A name's entry in a table: its form, its rows, and its chunks.
 
     Attributes:
-        form: The form of the name.
-        count: How many chunks the name has; 1 if it is not a tensor.
-        first: The row of its first chunk, or of its value.
-        place: The number of its first chunk among the chunks of tensors with as many dimensions.
+        form: The form of the tensor or value.
+        count: How many chunks the tensor has; 1 for a value.
+        first: The row of the first chunk, or of the value.
+        place: The number of the first chunk among the chunks of all tensors with as many
+            dimensions; 0 for a value.
     """
 
     form: Form
@@ -101,7 +102,7 @@ class Entry(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of the whole tensor; None if the name is not a tensor."""
+        """The shape of the whole tensor; None for a value."""
         return self.form.shape
 
 
@@ -123,15 +124,16 @@ class Chunks:
 class Table:
     """The names of the items that one rank, or all ranks, write, and the chunks of tensors.
 
-    Rows are the chunks of tensors and the values, in the order of the names.
+    A table has a row for each item: each chunk of a tensor, and each value. Rows are numbered in
+    the order of the names, and within a name in the order of its chunks.
 
     Attributes:
-        names: The number of each name, in the order of the metadata.
+        names: The number of each name, from 0, in the order of the metadata.
         forms: The distinct forms of the names.
-        form_of: The number of each name's form, as a column.
-        counts: How many rows each name has, as a column.
+        form_of: For each name, the index of its form in ``forms``.
+        counts: For each name, how many rows it has.
         chunks: The chunks by number of dimensions, in ascending order.
-        paths: ``planner_data``, or None.
+        paths: ``planner_data`` of torch's metadata, or None if it is None there.
     """
 
     names: Mapping[str, int]
@@ -158,7 +160,7 @@ class Table:
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
-        """For each name of a tensor, the row of its first chunk in ``chunks[dims]``; else 0.
+        """For each tensor, the number of its first chunk in ``chunks[dims]``; for a value 0.
 
         ``dims`` is the number of dimensions of the tensor.
         """
@@ -170,12 +172,15 @@ class Table:
 
     @functools.cached_property
     def chunk_rows(self) -> dict[int, torch.Tensor]:
-        """The rows of the chunks, by number of dimensions."""
+        """For each number of dimensions, the rows that hold the chunks in ``chunks``."""
         return rows_by_dims(self.dims, self.counts, self.chunks)
 
     @functools.cached_property
     def _numbers(self) -> tuple[memoryview, ...]:
-        """The columns over the names as memoryviews: reading a number from them makes no tensor."""
+        """The fields of each name's entry as memoryviews, reading from which makes no tensor.
+
+        They are ``form_of``, ``counts``, ``firsts`` and ``places``.
+        """
         columns = (self.form_of, self.counts, self.firsts, self.places)
         return tuple(column.numpy().data for column in columns)
 
@@ -194,7 +199,7 @@ class Table:
     def rows(self, indices: Sequence[MetadataIndex]) -> torch.Tensor:
         """Returns the row of each item, or -1 for an item that the table does not have.
 
-        An index whose hint, ``MetadataIndex.index``, is right is found faster.
+        An item is found faster if its ``MetadataIndex.index`` is the number of its chunk.
         """
         found: list[int] = []
         by_dims: dict[int, list[tuple[int, Entry, int]]] = {}
@@ -232,7 +237,7 @@ class Table:
         return self.name_at(int(torch.searchsorted(ends, column_of([row]), right=True)))
 
     def shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
-        """Returns the shapes of the chunks in these rows; ``()`` for values."""
+        """Returns the shape of the chunk in each of these rows; ``()`` for values."""
         found: list[tuple[int, ...]] = [()] * rows.numel()
         for dims, known in self.chunk_rows.items():
             if not known.numel():
@@ -245,7 +250,7 @@ class Table:
         return found
 
     def metadata_of(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        """Returns the entry of a name in torch's metadata.
+        """Returns the entry of a name in ``state_dict_metadata`` of torch's metadata.
 
         Raises:
             KeyError: If the table does not have the name.
@@ -265,10 +270,11 @@ class Table:
         return TensorStorageMetadata(entry.form.properties, size(entry.shape), made)
 
     def check_names(self) -> None:
-        """Checks the columns over the names: valid forms, and one row for a value or scalar.
+        """Checks ``form_of`` and ``counts``.
 
         Raises:
-            NotInColumnsError: If a number is out of range.
+            NotInColumnsError: If the number of a form is out of range, a count is negative, a value
+                does not have exactly one row, or a scalar has several.
         """
         numbers, counts = self.form_of, self.counts
         if bool(((numbers < 0) | (numbers >= len(self.forms))).any()):
@@ -277,13 +283,13 @@ class Table:
             raise NotInColumnsError("invalid metadata: a count of chunks is negative")
         too_many = ((self.dims == -1) & (counts != 1)) | ((self.dims == 0) & (counts > 1))
         if bool(too_many.any()):
-            name = self.name_at(int(too_many.nonzero()[0]))
+            name = self.name_at(number := int(too_many.nonzero()[0]))[:200]
             raise NotInColumnsError(
-                f"invalid metadata: {name[:200]} is a scalar or value without exactly one chunk"
+                f"invalid metadata: {name} has {int(counts[number])} chunks, but must have one"
             )
 
     def check_chunks(self) -> None:
-        """Checks that all chunks are inside their tensors.
+        """Checks that all chunks are within their tensors.
 
         Raises:
             NotInColumnsError: If a chunk is not.
@@ -328,12 +334,12 @@ def numbered(names: Sequence[str]) -> dict[str, int]:
 def rows_by_dims(
     dims: torch.Tensor, counts: torch.Tensor, wanted: Iterable[int]
 ) -> dict[int, torch.Tensor]:
-    """Returns the rows of the chunks, by number of dimensions of their tensors.
+    """Returns, for each number of dimensions in ``wanted``, the rows of such tensors' chunks.
 
     Args:
-        dims: The number of dimensions of each name.
+        dims: The number of dimensions of each name; -1 for a value.
         counts: The number of rows of each name.
-        wanted: The numbers of dimensions to return.
+        wanted: Numbers of dimensions.
     """
     of_rows = repeated(dims, counts)
     return {one: (of_rows == one).nonzero().view(-1) for one in wanted}

@@ -1,4 +1,4 @@
-"""Writes the pickle of torch's ``Metadata`` directly from columns, without making its objects.
+"""Writes the pickle of torch's ``Metadata`` from columns, without making the objects in it.
 
 Pickling half a million chunks takes seven seconds and 700 MiB, most of it for Python objects that
 exist only for this purpose. The opcodes of all chunks with the same number of dimensions differ
@@ -53,7 +53,7 @@ def metadata_pickle(record: Record) -> bytes:
 
 
 def _state_of(properties: TensorProperties) -> tuple[Any, ...]:
-    """Returns a tensor's properties for pickling, without strides: torch 2.14 can't read those."""
+    """Returns how to pickle a tensor's properties: without strides, which torch 2.14 can't read."""
     state = (
         *(properties.dtype, properties.layout, properties.requires_grad),
         *(MemoryFormat.TORCH_CONTIGUOUS_FORMAT, properties.pin_memory),
@@ -62,7 +62,7 @@ def _state_of(properties: TensorProperties) -> tuple[Any, ...]:
 
 
 def _coded(value: Any) -> bytes:
-    """Returns the opcodes that make a value, without memo and frames."""
+    """Returns only the opcodes that make a value: no header, memo, frames or end of a pickle."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 2)
     pickler.fast = True
@@ -114,7 +114,7 @@ class _Opcodes:
         self._count += 1
 
     def _remember(self, value: Any) -> None:
-        """Puts a value into the pickle's memo for later use; it must be one of the first 256."""
+        """Puts a value into the pickle's memo, unless it is there; only 256 values fit."""
         if (code := _coded(value)) not in self._gets:
             self._memoize(self._short(value))
             self._gets = {code: b"h" + bytes([self._count - 1]), **self._gets}
@@ -127,7 +127,10 @@ class _Opcodes:
         return code
 
     def _form(self, form: Form) -> tuple[bytes, bytes]:
-        """Returns the opcodes before and after the chunks of a tensor of this form."""
+        """Returns the opcodes before and after the chunks of a tensor of this form.
+
+        For the form of a value, which has no chunks, it returns all opcodes, and none.
+        """
         if form.shape is None:
             return self._short(BytesStorageMetadata()), b""
         self._remember(form.properties)
@@ -219,13 +222,14 @@ class _Opcodes:
         count: int,
         recalled: int = 0,
     ) -> torch.Tensor:
-        """Returns the opcodes of a value for each row of the columns, as rows of bytes.
+        """Returns a matrix of bytes: in each row the opcodes that make a value.
 
         Args:
-            make: Makes the value from a number of each column.
+            make: Makes a value from one number of each column.
             columns: The numbers, none negative.
-            count: The number of rows.
-            recalled: How many of the first columns are numbers of values in the memo.
+            count: The length of each column.
+            recalled: How many of the first columns do not have numbers to pickle, but the numbers
+                of values in the memo.
         """
         widths = [8 if count and int(column.max()) >= 1 << 31 else 4 for column in columns]
         marks = [(_FIRST + number) << 8 * (width - 4) for number, width in enumerate(widths)]

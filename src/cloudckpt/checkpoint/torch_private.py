@@ -81,13 +81,15 @@ allowed_by_user: Callable[[], dict[str, Any]] = _weights_only._get_user_allowed_
 PLANS_ITSELF = frozenset(
     ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 )
-"""The methods by which an object plans its own items, even if only that object has them."""
+"""The methods by which an object tells torch's planner its items. They may be attributes of a
+single object, and not of its class.
+"""
 
 _FIELDS = () if _protocol is None else tuple(_protocol.CheckpointableTensor.__annotations__)
 
 
 def declares_shards(value: object) -> bool:
-    """Whether a tensor declares by its attributes which parts of a larger tensor it holds.
+    """Returns whether a tensor's attributes declare which parts of a larger tensor it holds.
 
     This is torch's protocol ``CheckpointableTensor``: ``global_shape``, ``global_offsets``,
     ``local_offsets`` and ``local_sizes``. Before torch 2.14 they have no meaning.
@@ -137,7 +139,7 @@ def groups_joined() -> int:
 
 
 def is_filled(plans: list[SavePlan], metadata: Metadata) -> bool:
-    """Whether the chunks of each tensor cover all of it without overlaps, by torch's own check.
+    """Returns whether, by torch's own check, each tensor's chunks cover it without overlaps.
 
     torch's check returns a boolean in older versions (such as 2.9), a list of errors in newer
     ones.
@@ -149,9 +151,9 @@ def is_filled(plans: list[SavePlan], metadata: Metadata) -> bool:
 def forget_plans(planner: SavePlanner) -> None:
     """Drops the plans that torch's planner keeps of earlier saves with ``enable_plan_caching``.
 
-    torch 2.9, for example, keeps the plans of a save that then fails on one side only. The next
-    save would use the final plan of an earlier state as its own, and send other bytes than its
-    metadata describe.
+    If a save fails while it plans, torch 2.9, for example, may have kept a rank's local plan, but
+    not its final one. The next save would use the final plan of an earlier state as its own, and
+    send other bytes than its metadata describe.
     """
     key = getattr(planner, "_cached_plans_key", None)
     for name, kept in vars(SavePlanner).items():
@@ -170,7 +172,7 @@ def store_of_group(group: dist.ProcessGroup) -> Store | None:
 
 
 def state_dict_being_planned() -> tuple[Any, Any] | None:
-    """Returns the state dict and planner of torch's save that calls this; None outside of one.
+    """Returns the state dict and the planner of torch's save that calls this; None outside of one.
 
     torch does not pass the state dict to a storage writer, and its planner drops it after
     flattening: it is only in the local variables of torch's function, which is looked up on the

@@ -55,7 +55,7 @@ _PIECE = 64 * 1024 * 1024
 
 
 def read_range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytearray:
-    """Returns bytes ``start`` to ``stop`` of a commit object, checking the version in ``info``.
+    """Returns bytes ``start`` to ``stop`` of a commit object that still has ``info.version``.
 
     Raises:
         CheckpointReplacedError: If the object was replaced or deleted meanwhile.
@@ -78,7 +78,16 @@ def read_range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> b
 
 @dataclasses.dataclass(frozen=True)
 class Trailer:
-    """The trailer: length in bytes and checksum of the pickle, of the record, and of the notes."""
+    """The trailer: lengths and checksums of what is before it.
+
+    Attributes:
+        size: Bytes of torch's pickle.
+        crc: CRC32C of the pickle.
+        body_size: Bytes of the record; 0 in a copy of another writer's checkpoint, which has none.
+        body_crc: CRC32C of the record.
+        notes_size: Bytes of the notes; 0 if there are none.
+        notes_crc: CRC32C of the notes.
+    """
 
     size: int
     crc: int
@@ -89,7 +98,7 @@ class Trailer:
 
     @classmethod
     def at_end_of(cls, data: bytes | bytearray, uri: str) -> Trailer | None:
-        """Parses the trailer at the end of ``data``; None if another writer wrote the object.
+        """Returns the trailer at the end of ``data``; None if there is none, as of other writers.
 
         Raises:
             CheckpointCorruptError: If the version of the format is unknown, as that of a newer
@@ -113,7 +122,7 @@ class Trailer:
 
 
 def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
-    """Returns the notes in ``.metadata``; empty if another writer wrote it.
+    """Returns the notes in ``.metadata``; empty if there are none, or another writer wrote it.
 
     Args:
         tail: The last :data:`TAIL` bytes of ``.metadata``, or all if it has fewer.

@@ -88,7 +88,14 @@ def load_saved(file: IO[bytes], map_location: Any = "cpu", *, trust: bool = Fals
 def untrusted(
     what: str, cause: pickle.UnpicklingError, uri: str, item: str | None = None
 ) -> UntrustedPickleError:
-    """Returns the error for a value that needs code that is not allowed."""
+    """Returns the error for a value that needs code that is not allowed.
+
+    Args:
+        what: The value, in words.
+        cause: The error of the unpickler, whose message names the code.
+        uri: The checkpoint or file.
+        item: The name of the value; None in a file.
+    """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(cause))
     named = re.search(r"GLOBAL (\S+)", text)
     problem = "it is damaged, or needs" if named is None else "it needs"
@@ -327,7 +334,9 @@ class Unloadable:
         self._refused: dict[str, str] = {}
 
     def look(self, data: bytes, item: str, kind: type) -> None:
-        """Checks whether a load would refuse an item; takes almost no time for plain types.
+        """Checks whether a load would refuse an item; logs this, or notes it for :meth:`check`.
+
+        It takes almost no time for plain types.
 
         Args:
             data: The item, as ``torch.save`` writes it.
@@ -355,10 +364,10 @@ class Unloadable:
                 )  # fmt: skip
 
     def check(self) -> None:
-        """Raises an error if a checked item was refused.
+        """Refuses the save if :meth:`look` has refused items.
 
         Raises:
-            UnsupportedValueError: If items were refused; it names all of them.
+            UnsupportedValueError: If it has; the message names all of them.
         """
         if self._refused:
             raise UnsupportedValueError(
@@ -372,7 +381,7 @@ class Unloadable:
 
 
 def _has_a_state(name: str) -> bool:
-    """Whether the named class has a state dict, as modules do; False if it can't be imported."""
+    """Returns whether this names a class that is ``Stateful``; False if it can't be imported."""
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):
@@ -381,7 +390,15 @@ def _has_a_state(name: str) -> bool:
 
 
 def _refused(data: bytes) -> tuple[str, Sequence[str]]:
-    """Returns why the default load refuses an item, and the refused names; both may be empty."""
+    """Returns why a load without ``trust_pickle`` refuses an item, and the names of classes.
+
+    Args:
+        data: The item, as ``torch.save`` writes it.
+
+    Returns:
+        The reason, empty if the item is not refused or this can't be tested; and the full names of
+        the classes and functions that are not allowed, if these are the reason.
+    """
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
         known = {*_KNOWN, *_NUMPY_CLASSES}
