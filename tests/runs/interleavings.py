@@ -172,10 +172,10 @@ class Gated(MemoryStore):
     def copies_from(self, source):
         return self._world.copies_by_store
 
-    def copy(self, source, found, key, **kwargs):
+    def copy(self, source, key, **kwargs):
         def copied():
-            data, info = MemoryStore.get(source, found.key)
-            if info.version != found.version:
+            data, info = MemoryStore.get(source.store, source.info.key)
+            if info.version != source.info.version:
                 raise PreconditionFailedError("the source was replaced", uri=self.root)
             made = MemoryStore.put(self, key, [memoryview(data)], checksum=0, **kwargs)
             return replace(made, checksum=CRC32C.of(data))
