@@ -115,6 +115,7 @@ FAILING = {
     f"diff PATH/run/step-1 {STEP_4}": (1, ""),
     f"diff PATH/run/step-1 {STEP_4} w --json": (1, ""),
     f"diff {STEP_4} PATH/run/step-2": (3, "no committed checkpoint"),
+    f"diff {STEP_4} {STEP_4} modle.*": (2, "matches no entry"),
     f"diff {STEP_4} s3:/typo": (2, "typo"),
     f"cp {STEP_4} {STEP_4}": (2, "the same"),
     f"cp {STEP_4} PATH/run/step-5 --no-overwrite": (1, "overwrite is off"),

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from cloudckpt.checksum import ChecksumAlgorithm
 from cloudckpt.config import Config, config_or_default
+from cloudckpt.errors import ConfigError
 from cloudckpt.runs.contents import ReadContent, StoredItem, read_content
 from cloudckpt.transfer.retry import open_store
 from cloudckpt.uri import CheckpointURI, URILike
@@ -100,6 +101,7 @@ def diff(
         InvalidURIError: If ``first`` or ``second`` is not a valid location.
         CheckpointNotFoundError: If either location has no committed checkpoint.
         CheckpointCorruptError: If metadata is damaged.
+        ConfigError: If no entry has a name that ``pattern`` matches.
         StoreError: If a store refuses or stays unreachable.
     """
     config = config_or_default(config)
@@ -111,6 +113,8 @@ def diff(
         for name in sorted(names)
         if fnmatchcase(name, pattern)
     ]
+    if names and not pairs:
+        raise ConfigError(f"pattern={pattern!r} matches no entry: cloudckpt inspect lists them")
     if any(_are_alike(one, other) for one, other in pairs):
         for uri, part in ((first_uri, before), (second_uri, after)):
             part.places.read_indexes(open_store(uri, config), config)
