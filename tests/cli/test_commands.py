@@ -107,7 +107,6 @@ FAILING = {
     "ls 's3://*/run'": (2, "name of the bucket"),
     f"ls {STEP_4}": (2, "URI/run"),  # the run is named
     "verify PATH/run": (3, "URI/run/step-5"),
-    "du PATH/run/logs": (3, "no checkpoints"),
     "latest PATH/nothing": (3, "no committed checkpoint"),
     "best PATH/run --metric accuracy --mode max": (3, "accuracy"),
     "best PATH/run --metric loss": (2, "--mode"),

@@ -156,11 +156,11 @@ def _carry_out(
     done.total = sum(each.nbytes for each in copies)
     copied, failed = Copied(), list[CloudCheckpointError]()
     for each in copies:
-        source, target = _at(origin, each.source), _at(goal, each.target)
-        is_of_a_run = origin.root != each.source
+        source, to = Run(each.source, config=origin.config), Run(each.target, config=goal.config)
+        is_of_a_run = source.root != origin.root
         try:
             copied += retry_if_replaced(
-                partial(copy_checkpoint, source, target, done, skips_same=is_of_a_run)
+                partial(copy_checkpoint, source, to, done, skips_same=is_of_a_run)
             )
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             failed.append(error)
@@ -208,11 +208,6 @@ def _ends(
     to = config_or_default(options if target_config is None else target_config)
     to = to if overwrite is None else replace(to, overwrite=overwrite)
     return Run(source, config=options), Run(checkpoint_location(target), config=to)
-
-
-def _at(run: Run, location: CheckpointURI) -> Run:
-    """Returns what is at another location, a run or a checkpoint, with the options of ``run``."""
-    return Run(location, config=run.config)
 
 
 def detach(

@@ -126,9 +126,8 @@ def notes_to_restore(run: Run, step: int) -> Notes:
         CheckpointNotFoundError: If the step is not committed; the message lists those that are.
     """
     notes = _notes_of(run, step)
-    walk = run.walk()
-    newest = next((at for at, noted, is_on in walk if is_on and isinstance(noted, Notes)), step)
-    if newest != step:
+    on_line = (at for at, noted, is_on in run.walk() if is_on and isinstance(noted, Notes))
+    if (newest := next(on_line, step)) != step:
         logger.warning(
             "%s is restored, although %s. From this job's first save on, steps that are not part "
             "of its training are no longer restored by default (abandoned), and it replaces those "
