@@ -106,7 +106,7 @@ def print_table(
 
 @contextmanager
 def progress_bar(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows a transfer's progress on stderr: a bar on a terminal, elsewhere a line now and then.
+    """Shows a transfer's progress on stderr: a bar on a terminal, elsewhere lines.
 
     Args:
         what: The name of the activity, such as ``verifying``.

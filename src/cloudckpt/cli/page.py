@@ -39,7 +39,7 @@ def page(contents: CheckpointContents) -> str:
 
 
 def _document(contents: CheckpointContents) -> dict[str, Any]:
-    """Returns the data of the page, which is put into it as JSON."""
+    """Returns the data of the page, which gets it as JSON."""
     items = sorted(contents.items, key=lambda item: item.nbytes, reverse=True)
     kept, others = items[:_MOST], items[_MOST:]
     weights = Counter[str]()
@@ -86,7 +86,11 @@ def _rows(items: list[StoredItem], types: dict[str, int]) -> list[list[Any]]:
 
 
 def _save(times: SaveTimes) -> dict[str, Any]:
-    """Returns when a save began (seconds since 1970), and its times in milliseconds since then."""
+    """Returns when a save began, in seconds since 1970, and how it went on.
+
+    ``commit`` is the beginning of the commit in milliseconds after ``began``; ``ranks`` has for
+    each rank its number, its moments in such milliseconds, and its bytes.
+    """
     began = min(row[1] for row in times.ranks)
     return {
         "began": began / 1000,

@@ -153,7 +153,7 @@ def du(call: Call, locations: list[str], *, step_name: str = DEFAULT_PATTERN) ->
 
 @command(RUNS)
 def latest(call: Call, run: str, *, step_name: str = DEFAULT_PATTERN) -> None:
-    """Print the newest committed checkpoint of a run.
+    """Print the newest committed checkpoint of a run that is not abandoned.
 
     Args:
         call: The options that all commands share.
@@ -176,7 +176,7 @@ def best(
     mode: Literal["min", "max"],
     step_name: str = DEFAULT_PATTERN,
 ) -> None:
-    """Print the committed checkpoint of a run that has the best value of a metric.
+    """Print the checkpoint of a run with the best value of a metric; skips abandoned ones.
 
     Args:
         call: The options that all commands share.

@@ -17,7 +17,8 @@ _ANONYMOUS = "send no credentials: for buckets that everybody may read"
 class S3Options(Options):
     """Options specific to S3 and the stores that speak its protocol.
 
-    Credentials come from boto3's own chain unless ``anonymous`` or ``profile`` is given.
+    Credentials come from boto3's own chain, or from its ``profile``; with ``anonymous``, none are
+    sent.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_S3_"
@@ -65,8 +66,8 @@ class S3Options(Options):
 class GCSOptions(Options):
     """Options specific to Google Cloud Storage.
 
-    Credentials come from Google's application default chain (a file is named by
-    ``GOOGLE_APPLICATION_CREDENTIALS``) unless ``anonymous`` is given.
+    Credentials are Google's application default credentials (``GOOGLE_APPLICATION_CREDENTIALS``
+    may name their file); with ``anonymous``, none are sent.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_GCS_"
@@ -90,7 +91,8 @@ class AzureOptions(Options):
     """Options specific to Azure Blob Storage.
 
     Secrets are not options: the connection string, account key or shared access signature is read
-    from ``AZURE_STORAGE_*``, else azure-identity finds credentials, unless ``anonymous`` is given.
+    from ``AZURE_STORAGE_*``, else azure-identity finds credentials; with ``anonymous``, none are
+    sent.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_AZURE_"

@@ -165,7 +165,8 @@ class RangeReader(ABC):
             key: The key.
             start: The offset of the first byte.
             into: Writable byte views, not empty in total.
-            if_version: Fail with PreconditionFailedError if the object was replaced.
+            if_version: Fail with PreconditionFailedError unless the object has this version; None
+                for no condition.
             progress: See :data:`Progress`.
 
         Returns:
@@ -280,8 +281,9 @@ class ObjectStore(RangeReader):
         """Returns whether `copy` takes objects of `source`.
 
         On S3 and Google Cloud Storage, both stores must have the same endpoint and the same options
-        for credentials; on Azure, they must be in the same cloud; a local store copies nothing.
-        Read permission on the source is not checked; `copy` fails without it.
+        for credentials, and directory buckets must be in the same zone; on Azure, both must be in
+        the same cloud, or have the same emulator's endpoint; a local store copies nothing. Read
+        permission on the source is not checked; `copy` fails without it.
         """
         return False
 
@@ -297,7 +299,7 @@ class ObjectStore(RangeReader):
             source: The object, at most ``capabilities.max_copy_size`` bytes, in a store for which
                 ``copies_from`` is True.
             key: The key of the copy.
-            attempt: As in `put`; the source's name is not copied.
+            attempt: As in `put`; the source's attempt is not copied.
             if_version: As in `put`.
 
         Raises:
@@ -318,7 +320,10 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def abort_upload(self, upload: Upload) -> None:
-        """Discards an upload; doing so again, or after completion, is not an error."""
+        """Discards an upload; doing so again, or after completion, is not an error.
+
+        Azure may keep the parts of an upload for up to a week.
+        """
 
     @abstractmethod
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
@@ -479,5 +484,5 @@ name, and some proxies drop headers with underscores.
 
 
 def random_suffix() -> str:
-    """Returns 16 random hexadecimal digits (64 bits), which no other process draws as well."""
+    """Returns 16 random hexadecimal digits (64 bits), for a unique name."""
     return os.urandom(8).hex()

@@ -43,7 +43,7 @@ class Origin:
     """Where credentials come from; contains no secrets.
 
     Attributes:
-        source: The origin, such as ``the environment (AWS_ACCESS_KEY_ID)``.
+        source: The origin, such as ``an account key (AZURE_STORAGE_KEY)``.
         identity: The owner: an account, or the end of an access key's id; empty if unknown.
         ends: The expiry, in seconds since 1970; None if there is none or it is unknown.
     """
@@ -295,12 +295,12 @@ _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")
 
 
 def variables() -> dict[str, str]:
-    """Returns the variables in which the clouds' own tools look for settings and credentials."""
+    """Returns the names and values of the environment variables that the clouds' tools read."""
     return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
 
 
 def take_over(given: Mapping[str, str]) -> None:
-    """Makes this process's `variables` those that another process has given."""
+    """Replaces this process's `variables` by those of another process."""
     for name in variables().keys() - given.keys():
         del os.environ[name]
     os.environ.update(given)

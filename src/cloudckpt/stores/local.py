@@ -221,7 +221,12 @@ class LocalStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, key: str, if_version: str | None) -> Iterator[tuple[int, ObjectInfo]]:
-        """Opens a file for reading; yields its descriptor and its ObjectInfo."""
+        """Opens a file for reading; yields its descriptor and its ObjectInfo.
+
+        Raises:
+            PreconditionFailedError: If it has another version than `if_version`, unless that is
+                None.
+        """
         with self._errors(key):
             # O_NONBLOCK: a pipe would wait for a writer
             file = os.open(key, os.O_RDONLY | os.O_NONBLOCK)
@@ -377,6 +382,11 @@ class LocalStore(ObjectStore):
         response is lost: the client's retry then meets the link that it has already made, or has
         nothing left to rename. So the file under the key is compared, by its inode, with the file
         that was written.
+
+        Args:
+            upload: The upload whose file it is.
+            sent: The status of the file that was written.
+            if_absent: Whether to fail with PreconditionFailedError if the key exists.
         """
         key = upload.key
         if not os.path.samestat(os.stat(upload.id, follow_symlinks=False), sent):

@@ -44,8 +44,7 @@ _OF_FSCK = "lost+found"  # the file system's own folder, which only root may lis
 def files_in(folder: str, prefix: str = "") -> Iterator[Path]:
     """Yields the files in and beneath a folder, sorted; each folder is listed when it is reached.
 
-    A folder that does not exist yields nothing, nor does a ``lost+found``, which only root may
-    list.
+    A folder that does not exist yields nothing, nor does a ``lost+found`` that only root may list.
 
     Args:
         folder: The folder.
@@ -122,6 +121,9 @@ def make_folder(folder: Path) -> None:
     A folder that others may write to but not list, such as shared scratch space, can't be opened
     for an fsync. Then the new folder is synchronized instead: journaling file systems write its
     entry along with it.
+
+    Raises:
+        InvalidRequestError: If something else than a folder has the name of one of them.
     """
     missing = []
     while not folder.is_dir():

@@ -63,7 +63,7 @@ _VARIABLES = (
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
     """Returns a text with ``***`` in place of every known or recognized credential; nothing is cut.
 
-    Known are `secrets` and the values of the clouds' environment variables.
+    Known are `secrets`, and the secrets and proxy passwords in environment variables.
     """
     return _without(text, _known(secrets))
 
@@ -126,8 +126,8 @@ def reason(exc: BaseException, secrets: Iterable[str] = ()) -> str:
 def conceal(error: CloudCheckpointError, secrets: Iterable[str] = ()) -> None:
     """Removes credentials from an error, and drops its chained exceptions if they contain any.
 
-    Chained exceptions are also dropped if their text is longer than `_LONGEST_TEXT` and so can't be
-    examined.
+    Its message and cause are cut to `_LONGEST_TEXT` characters. Chained exceptions with a longer
+    text are dropped, too, as they can't be examined.
     """
     secrets = tuple(secrets)
     error.message = masked(error.message[:_LONGEST_TEXT], secrets)

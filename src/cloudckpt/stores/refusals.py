@@ -198,7 +198,7 @@ def refusal(
 
 
 def _find(table: Sequence[Meaning], code: str, status: int) -> Meaning | None:
-    """Returns the table entry of an error code, or None.
+    """Returns the table entry of an error code; None if there is none.
 
     If the status stands for a temporary failure (most 5xx), entries with lasting errors are
     skipped: a store that fails internally may report a reason that goes away with the failure.

@@ -60,7 +60,7 @@ _OPENERS: dict[str, Callable[[], _Opener]] = {
 
 
 class _Slot:
-    """A store, None until it is opened; its lock is held meanwhile, and only for this store."""
+    """A store that is opened under a lock of its own, so that only threads that need it wait."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

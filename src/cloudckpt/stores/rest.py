@@ -143,7 +143,7 @@ class RestStore(ObjectStore):
 
     @abstractmethod
     def object_url(self, key: str, query: Mapping[str, str] | None = None) -> str:
-        """Returns the URL of an object's content."""
+        """Returns the URL of an object's content, with a query string if `query` is given."""
 
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]
@@ -369,7 +369,7 @@ class RestStore(ObjectStore):
             yield page
 
     def new_object_headers(self, checksum: int) -> dict[str, str]:
-        """Returns the headers of a `put`, without `write_headers`; `checksum` is the body's."""
+        """Returns the headers of a `put` except `write_headers`; `checksum` is that of the body."""
         raise NotImplementedError
 
     def put(
@@ -461,7 +461,7 @@ class RestStore(ObjectStore):
             return self._described(reply, key, whole_number(reply.headers.get("Content-Length")))
 
     def _described(self, reply: Reply, key: str, size: int) -> ObjectInfo:
-        """Returns the ObjectInfo that a response's headers describe."""
+        """Returns the ObjectInfo of an object of `size` bytes from a response's headers."""
         return ObjectInfo(
             key,
             size,

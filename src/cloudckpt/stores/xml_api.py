@@ -82,7 +82,7 @@ def text(element: Element, name: str) -> str:
 
 
 def required(element: Element, name: str) -> str:
-    """Returns the text of a child element; raises ValueError if it is missing or empty."""
+    """Returns the unstripped text of a child element; raises ValueError if missing or empty."""
     if found := element.findtext(name):
         return found
     raise ValueError(f"an entry of the listing has no {name}")
@@ -137,10 +137,10 @@ class XmlStore(RestStore):
 
     @abstractmethod
     def part_headers(self, crc32c: int) -> Mapping[str, str]:
-        """Returns the headers that carry the CRC32C of an uploaded body."""
+        """Returns the headers that carry the CRC32C of an uploaded body; empty to send none."""
 
     def completion_headers(self, crc32c: int) -> Mapping[str, str]:
-        """Returns the headers that carry the whole object's CRC32C when an upload is completed."""
+        """Returns the headers of a completion that carry the object's CRC32C; empty for none."""
         return {}
 
     def create_upload(self, key: str, part_size: int) -> Upload:

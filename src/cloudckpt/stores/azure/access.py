@@ -390,7 +390,7 @@ def _from_environment(container: str, uri: str) -> _Given:
 
 
 def _end_of(sas: str) -> float | None:
-    """Returns when a shared access signature expires; None if it does not say, or not readably."""
+    """Returns when a shared access signature expires; None if it names no valid time."""
     ends = dict(parse_qsl(sas)).get("se", "")
     if "T" not in ends:
         ends += "T00:00:00Z"  # it expires at the beginning of that day

@@ -87,7 +87,7 @@ class BucketAccess(Access):
         self.credentials = Credentials(find, errors)
 
     def shares_realm(self, other: BucketAccess) -> bool:
-        """Returns whether one request may involve both buckets: same endpoint and credentials."""
+        """Returns whether the store copies between both buckets, see `ObjectStore.copies_from`."""
         return (self.endpoint, self._is_anonymous) == (other.endpoint, other._is_anonymous)
 
     def authorize(

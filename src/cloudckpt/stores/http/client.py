@@ -154,7 +154,7 @@ class Reply:
             size: Bytes in the range.
 
         Raises:
-            RangeNotSatisfiableError: If the object ends before the range does.
+            RangeNotSatisfiableError: If Content-Range shows that the object ends before the range.
             ServerError: If the response holds other bytes than the range.
             ValueError: If headers of the response are missing or can't be parsed.
         """
@@ -327,7 +327,7 @@ class HttpClient:
             headers: The headers; with ``Content-Length`` if there is a body.
             body: The bytes to send.
             progress: Called with the bytes sent, see :data:`~cloudckpt.stores.base.Progress`.
-            is_long: Whether the response may begin as late as 15 times ``read_timeout``.
+            is_long: Whether the response may take 15 times ``read_timeout`` to begin.
 
         Raises:
             ConnectionLostError: If no response came; ``certain`` if no connection was made.
@@ -415,7 +415,7 @@ class HttpClient:
 
 
 def _hide_signatures(record: logging.LogRecord) -> bool:
-    """A log filter that removes signatures from the URLs in urllib3's log records."""
+    """A log filter that removes credentials from urllib3's log records, and keeps all of them."""
     if isinstance(record.args, tuple):
         record.args = tuple(
             value if isinstance(value, (int, float)) else masked(str(value))

@@ -81,7 +81,7 @@ class LateError(TimeoutError):
 
 
 class Counter(enum.Enum):
-    """A byte counter of the kernel per connection; its value is an offset in ``tcp_info``."""
+    """A byte counter of a connection in Linux; its value is its offset in ``tcp_info``."""
 
     ACKNOWLEDGED = 120
     """Bytes that the peer has acknowledged."""
@@ -463,7 +463,7 @@ class _Connecting(WatchedConnection):
 def pool_classes(
     calls: Mapping[int, Call], connect_limit: float, contexts: Contexts, watch: Watch
 ) -> dict[str, type[urllib3.HTTPConnectionPool]]:
-    """Returns urllib3's connection pools by URL scheme, with connections that are watched."""
+    """Returns a class of urllib3 pools for each URL scheme, whose connections are watched."""
     shared = {
         "calls": calls,
         "connect_limit": connect_limit,

@@ -24,7 +24,7 @@ LONGER = 15
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """The options of HTTP connections: the user's, and what the SDK of the store determines.
+    """The options of HTTP connections: the user's, the proxy and the certificates.
 
     Attributes:
         config: The user's options.

@@ -133,7 +133,7 @@ class BucketAccess(Access):
         return None if style else self.dialect.addressing_style
 
     def _find(self, config: Config, unused: list[Any]) -> Keys | Sessions | NoCredentials:
-        """Looks credentials up; `unused` holds a boto3 session to use first, if any is left."""
+        """Returns a new source of credentials, with a boto3 session from `unused` if it has one."""
         options = self._options
         if options.anonymous:
             return NoCredentials()
@@ -148,7 +148,7 @@ class BucketAccess(Access):
         return Sessions(session, client, self.bucket, self._uri, self._errors)
 
     def shares_realm(self, other: BucketAccess) -> bool:
-        """Returns whether one request may involve both buckets: same endpoint and credentials."""
+        """Returns whether the store copies between both buckets, see `ObjectStore.copies_from`."""
         return self._realm == other._realm
 
     def follow(self, region: str, url: str, headers: Mapping[str, str]) -> bool:

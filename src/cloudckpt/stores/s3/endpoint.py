@@ -105,7 +105,8 @@ _OF_S3 = re.compile(
 def amazon_suffix(core: botocore.session.Session, host: str) -> str | None:
     """Returns the domain suffix of a host of Amazon's S3; None for any other host.
 
-    The suffixes come from botocore's table of AWS partitions. S3 on Outposts does not count.
+    The suffixes, such as ``.amazonaws.com``, come from botocore's table of AWS partitions. S3 on
+    Outposts does not count.
     """
     for partition in core.get_data("partitions")["partitions"]:
         suffix = f".{partition['outputs']['dnsSuffix']}"
@@ -156,7 +157,10 @@ def _boto_config(options: S3Options) -> BotoConfig:
 
 
 def http_options(client: Any, ca_bundle: str | None, config: Config) -> HttpOptions:
-    """Returns the connection options, with the proxy and certificates that boto3 would use."""
+    """Returns the connection options, with the proxy and certificates that boto3 would use.
+
+    `ca_bundle` is the file that boto3's settings name; None if they name none.
+    """
     meta = client.meta
     certificate = meta.config.client_cert
     proxies = meta.config.proxies or get_environ_proxies(meta.endpoint_url) or {}
