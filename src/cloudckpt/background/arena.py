@@ -310,6 +310,12 @@ def _of_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None
     """Returns how many bytes a cgroup may still use; None if it has no limit, or none is known.
 
     File pages that were not used recently count as free.
+
+    Args:
+        limit: The content of the file with the limit.
+        used: The content of the file with the memory in use.
+        stat: The content of ``memory.stat``.
+        reclaimable: The name in it of the bytes of file pages that were not used recently.
     """
     files = _numbers(stat).get(reclaimable)
     if files is None or not (limit.strip().isdigit() and used.strip().isdigit()):

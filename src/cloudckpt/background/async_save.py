@@ -28,7 +28,7 @@ __all__ = ["async_save", "close_async_savers"]
 _lock = module_lock()
 # the group itself keeps it alive, since ids may be reused
 _Key = tuple[int, dist.ProcessGroup | None, AsyncCheckpointerType, BackgroundOptions]
-"""A process, the group that saves, and what else a saver is made for."""
+"""The process, the group that saves (None: the process alone), and settings of a saver."""
 _savers: dict[_Key, AsyncSaver] = {}
 _closing: list[AsyncSaver] = []
 

@@ -39,7 +39,7 @@ class _Kept:
 
     Attributes:
         free: Groups that no saver uses.
-        opened: How many groups were opened, by the ranks in them.
+        opened: How often a group was opened, by its ranks.
     """
 
     free: list[dist.ProcessGroup] = field(default_factory=list)
@@ -82,7 +82,6 @@ def open_group(
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     with _lock:
         kept = _kept.setdefault(world, _Kept())
-        free: dict[str, dist.ProcessGroup]
         free = {made.group_name: made for made in kept.free if _ranks(made) == ranks}
         number = kept.opened.get(ranks, 0)
     soon = min(start_timeout, _CONNECT + _CONNECT_EACH * len(ranks))
@@ -110,7 +109,10 @@ def open_group(
 
 
 def give_back(group: dist.ProcessGroup) -> None:
-    """Keeps a group for later savers; all its collectives must have ended on this rank."""
+    """Keeps a group, unless it was destroyed, for later savers.
+
+    All its collectives must have ended on this rank.
+    """
     world = dist.group.WORLD
     with _lock:
         if world is not None and world in _kept and exists(group):
@@ -155,9 +157,18 @@ def _agree(
 
     A saver may be closed on one rank while another still uses it, or believes it broken.
 
+    Args:
+        group: The ranks.
+        number: How often these ranks have opened a group before.
+        free: The names of the groups that no saver of this rank uses.
+        timeout: Seconds to wait for the other ranks.
+
     Returns:
         The name of a group that is free on all ranks, empty without such a group; and the maximum
         number of groups that a rank is in.
+
+    Raises:
+        TimeoutError: If a rank has not replied in time.
     """
     rank, size, store = group.rank(), group.size(), group.get_group_store()
     prefix = f"cloudckpt/open/{number}"

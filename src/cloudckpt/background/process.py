@@ -268,8 +268,9 @@ class _Worker:
         except OSError as exc:
             undo.close()
             raise SaveProcessError(
-                f"the saving process could not be started by {sys.executable!r}: check that "
-                "it is a Python interpreter, or save in a thread (AsyncCheckpointerType.THREAD)",
+                f"the saving process could not be started by {sys.executable!r}: raise the limit of "
+                "files or processes (ulimit -n, -u) that the cause names, if any, or make "
+                "sys.executable right; or save in a thread (AsyncCheckpointerType.THREAD)",
                 cause=exc,
             ) from exc
         _workers.add(self)
@@ -304,7 +305,7 @@ class _Worker:
             descriptors: Descriptors of the memory that holds its bytes.
 
         Raises:
-            SaveProcessError: If the process has ended.
+            SaveProcessError: If the process has ended, or does not take the job.
         """
         if self._ended_for:
             raise self._death(None)
@@ -328,7 +329,16 @@ class _Worker:
         return outcome
 
     def _receive(self, wanted: str, deadline: float | None = None) -> Any:
-        """Returns the content of the next message of a type; handles logs and events before it."""
+        """Returns the content of the next message of a type; handles logs and events before it.
+
+        Args:
+            wanted: The type.
+            deadline: When to give up, by ``time.monotonic``; None: after two minutes without a
+                message.
+
+        Raises:
+            SaveProcessError: If the process ends first, or the message does not come in time.
+        """
         silent = 0.0
         while True:
             try:

@@ -70,11 +70,11 @@ class Save:
         written: The future of the save's outcome.
         staged: Done when the trainer may change its tensors; its result is None.
         is_staged_in_background: Whether the call may return before ``staged`` is done.
-        copy: The copy, if cloudckpt's stager made it.
-        made: The copy that a custom stager has made.
-        failure: The error that keeps this rank from taking part in the save.
-        is_reported: Whether a later call has raised the save's failure, or only the future reports
-            it.
+        copy: The copy, if cloudckpt's stager made it; else None.
+        made: The copy that a custom stager has made; else None.
+        failure: The error that keeps this rank from taking part in the save; None if it can.
+        is_reported: Whether no later call is to raise the save's failure: one has done so, or only
+            the future reports it.
     """
 
     number: int
@@ -209,7 +209,7 @@ class Save:
         return metadata
 
     def run(self, carry_out: Callable[[Save], Any]) -> None:
-        """Waits for the copy, saves it, and sets the future's outcome."""
+        """Waits for the copy, saves it by ``carry_out``, and sets the future's outcome."""
         own_failure = self.failure
         unsubscribe = subscribe(self.listen, progress=False)
         result, error = self._result_of(carry_out)
@@ -230,7 +230,7 @@ class Save:
     def _result_of(
         self, carry_out: Callable[[Save], Any]
     ) -> tuple[Any, None] | tuple[None, BaseException]:
-        """Returns the result, or the error, whose traceback keeps this call's variables alive."""
+        """Returns the result and None, or None and the error."""
         try:
             unstaged = self.staged.exception()  # waits for the copy
             if self.failure is None and unstaged is not None:
@@ -240,7 +240,7 @@ class Save:
             return None, error
 
     def listen(self, event: Event) -> None:
-        """Records an event of this save."""
+        """Records an event in the save's timeline, if it is about the save's destination."""
         if event.uri == self.where:
             self.written.timeline.add(event)
 

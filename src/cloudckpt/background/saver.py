@@ -75,14 +75,14 @@ class AsyncSaver:
             options: The options of background saves; default: ``BackgroundOptions()``.
             tells_failures: Whether a save's failure is also raised by the next call of
                 :meth:`save`, on all ranks, besides being set on its future.
-            on_failure: Called with the numbers of the failed saves and the error, instead of
-                raising it; also if this rank alone has no memory for a copy. The arguments
-                are the same on all ranks; if it raises, it must do so on all of them.
+            on_failure: Called with the numbers of the failed saves and the error, where it would be
+                raised otherwise: by the next save, also if the state dict could not be copied. The
+                arguments are the same on all ranks; if it raises, it must do so on all of them.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:
-            ConfigError: If this rank is not in the group, or ``kind`` or ``when_busy`` differ
-                between ranks.
+            ConfigError: If this rank is not in the group, or ``kind`` is invalid, or ``kind`` or
+                ``when_busy`` differ between ranks.
             ProcessGroupError: If the ranks do not meet within five minutes.
             SaveProcessError: If a saving process can't be started.
             AsyncSaveError: If a thread can't be started.
@@ -157,7 +157,7 @@ class AsyncSaver:
             state_dict: The state dict; the ``state_dict()`` of each ``Stateful`` value is saved.
             writer: The writer; or its factory, which is called when it is this save's turn.
             checkpoint_id: The location to which the writer is redirected, once no earlier save uses
-                it.
+                it; None keeps its own.
             planner: As in torch.
             stager: A custom stager for this save only.
 
@@ -208,7 +208,12 @@ class AsyncSaver:
         save: Save,
         stager: AsyncStager | None,
     ) -> None:
-        """Copies the state dict, and queues the save even if that failed: all ranks then fail."""
+        """Copies the state dict, and queues the save even if that failed: all ranks then fail.
+
+        Raises:
+            SaveInProgressError: If the previous copy is still used, and there is no ``on_failure``.
+            CloudCheckpointError: The error of the save, if the saving thread has ended.
+        """
         raised: BaseException | None = None
         unsubscribe = subscribe(save.listen, progress=False)
         try:
@@ -296,7 +301,7 @@ class AsyncSaver:
         """Meets the other ranks until the previous save has ended, or this one is to be skipped.
 
         With the policy "auto", the ranks meet again and again while a save in progress makes
-        progress: a rank that has sent all of it can't see that another is stuck.
+        progress: a rank that has sent its part can't see that another is stuck.
 
         Returns:
             The result of the last meeting.

@@ -93,7 +93,7 @@ class Job:
         destination: The checkpoint, the rank, and options.
         plans: The plans to carry out, in this order.
         sizes: Bytes of the arena and of the annex, whose descriptors follow.
-        variables: The credential variables of the trainer's environment now.
+        variables: The credential variables of the trainer's environment when it sent the job.
         pending: The pending object to write if the trainer ends; None for none.
     """
 
@@ -132,12 +132,12 @@ def as_socket(channel: Connection) -> Iterator[socket.socket]:
 
 
 class Sending(NamedTuple):
-    """A save whose outcome the trainer does not know.
+    """A save whose outcome the trainer does not know yet.
 
     Attributes:
         job: The job that sends it.
         stats: The bytes and requests sent so far.
-        objects: The objects, once the store has all of them.
+        objects: The objects, once the store has all of them; None before.
     """
 
     job: Job
@@ -269,7 +269,10 @@ what is still saved, and once it has ended, this process finishes its work and e
 
 
 def main(channel: Connection) -> None:
-    """Carries out jobs until the trainer ends or closes the channel; then finishes the last."""
+    """Carries out jobs until the trainer ends or closes the channel, and then ends the process.
+
+    Before that it finishes the last job for the next trainer, unless the outcome is settled.
+    """
     for number in _OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     settings: Settings = channel.recv()

@@ -47,7 +47,7 @@ _CHUNK = 16 * 1024 * 1024
 _WORTH_THREADS = 32 * 1024 * 1024
 """Bytes from which on a copy is divided between threads."""
 _SHRINK = 2
-"""An arena that is more than this many times too large is replaced."""
+"""An arena of more than this many times the size needed, and of over 16 MiB, is replaced."""
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Stager(AsyncStager):
             SaveInProgressError: If the previous copy is still used after ``patience`` seconds.
             StagingMemoryError: If there is no memory for the copy.
             StagingError: If a value can't be copied.
-            UnsupportedValueError: If a container contains itself.
+            UnsupportedValueError: If a container contains itself, or is nested too deeply.
             ClosedError: If the stager was closed, or made before this process was forked.
         """
         return self.begin(state_dict, self._patience).state_dict
@@ -151,11 +151,11 @@ class Stager(AsyncStager):
     def begin(self, state_dict: dict[str, Any], patience: float) -> StagedState:
         """Copies a state dict into memory that the copy holds until it is released.
 
-        Raises the errors of :meth:`stage`.
+        It raises the errors of :meth:`stage`.
 
         Args:
             state_dict: The state dict to copy.
-            patience: Seconds to wait for the end of the previous copy; 0 for not at all.
+            patience: Seconds to wait until the previous copy is no longer used; 0 for not at all.
         """
         self._check_open()
         if os.getpid() != self._process:
@@ -288,7 +288,7 @@ class Stager(AsyncStager):
 
 
 def _copy_all(chunks: list[tuple[int, int, int]]) -> None:
-    """Copies memory, given by target, source and bytes; without the GIL."""
+    """Copies memory without the GIL: of each chunk, target address, source address and bytes."""
     for target, source, size in chunks:
         ctypes.memmove(target, source, size)
 
@@ -330,8 +330,8 @@ class Region:
 class Layout:
     """The plan of a staged copy.
 
-    Tensors that share a storage still share it in the copy. Only the parts of a storage that some
-    tensor uses are copied: a view of a few rows does not copy the whole storage.
+    Tensors that share a storage still share it in the copy. Of a storage, only the bytes from the
+    first to the last that tensors use are copied: not all of it for a view of a few elements.
 
     Attributes:
         regions: The regions to copy.
@@ -354,8 +354,8 @@ class Layout:
         """Plans the copy of a state dict.
 
         Raises:
-            StagingError: If a tensor has no memory that can be copied.
-            UnsupportedValueError: If a container contains itself.
+            StagingError: If a tensor can't be copied, for example because its memory was freed.
+            UnsupportedValueError: If a container contains itself, or is nested too deeply.
         """
         check_nesting(state_dict)
         layout = cls()
@@ -409,7 +409,7 @@ class Layout:
         self._others.append((tensor, path))
 
     def _add(self, tensor: torch.Tensor) -> bool:
-        """Plans the copy of a tensor; returns False if its memory is gone."""
+        """Plans the copy of a tensor that is plain memory; returns False if that is gone."""
         if tensor.numel() == 0:  # its storage may be freed, and its offset be anything
             self._planned[id(tensor)] = tensor
             return True
@@ -497,7 +497,10 @@ class Layout:
 
 
 def _of_kind(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Gives a copied tensor the class, ``requires_grad`` and declared shards of the original."""
+    """Returns a copied tensor with the ``requires_grad`` and declared shards of the original.
+
+    It is a Parameter if the original is one.
+    """
     if isinstance(original, torch.nn.Parameter):
         made = torch.nn.Parameter(made, original.requires_grad)
     else:
@@ -518,7 +521,7 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _why_not_copied(tensor: torch.Tensor) -> str:
-    """Returns why a copy of the tensor would differ from it; empty if it can be copied."""
+    """Returns why a tensor can't be copied faithfully, for a message; empty if it can."""
     if not PLANS_ITSELF.isdisjoint(vars(tensor)):
         return (
             "a tensor has functions of its own that plan its items; in a copy, these would still "

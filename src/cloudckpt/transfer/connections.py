@@ -35,13 +35,13 @@ _CLEAR = 0.05
 """Seconds of measurement after which a clear gain counts: most of what added lanes could add."""
 
 _LOOK = 0.3
-"""Seconds of measurement for any other gain; the second time decides, as TCP starts slowly."""
+"""Seconds of measurement for any other gain; the second one decides, as TCP starts slowly."""
 
 _GAIN = 1.08
 """The factor by which the rate must rise for additional lanes to be kept."""
 
 _SPARE = 1.1
-"""How many times as many lanes are kept as would just reach the limit."""
+"""The factor by which more lanes are kept than those that would just reach the limit."""
 
 _SLOWER = 0.6
 """The share of a lane's earlier rate below which the transfer is limited by something else."""
@@ -74,7 +74,7 @@ def transfer_group(store: RangeReader, config: Config, direction: Direction) -> 
     Args:
         store: The target or source.
         config: Options; ``connections`` sets the number. ``"auto"`` searches for it if the store
-            counts the bytes moved, and otherwise uses the number for small requests.
+            counts the bytes moved, and otherwise uses ``requests_at_once``.
         direction: The direction of the transfer. Tasks of an "in" group must keep no memory alive
             while they are queued: any number of them may be queued.
     """

@@ -73,12 +73,11 @@ def relay(
 ) -> None:
     """Copies objects from one store to another, and verifies those whose checksum is known.
 
-    On return, all copies are complete.
-    Each part is received into memory and sent from there by one thread; several threads share
-    `memory_budget` bytes, or the size of two parts if that is more. The received bytes are compared
-    with the object's checksum before the copy is completed. Copies that the target store makes by
-    itself are compared with the checksum that it reports, if any. A failure removes the incomplete
-    copies.
+    On return, all copies are complete. Each part is received into memory and sent from there by one
+    thread; several threads share `memory_budget` bytes, or the size of two parts if that is more.
+    The received bytes are compared with the object's checksum before the copy is completed. Of
+    copies that the target store makes by itself, the checksum that it reports is compared, if any.
+    A failure removes the incomplete copies.
 
     Args:
         source: The store of the sources.
@@ -91,7 +90,8 @@ def relay(
 
     Raises:
         CheckpointCorruptError: If an object is missing or was replaced.
-        MismatchError: If the received bytes of an object do not match its checksum.
+        MismatchError: If the received bytes of an object, or a copy that the store has made, do not
+            match the checksum.
         StoreError: If a store refuses a request or stays unreachable.
     """
 

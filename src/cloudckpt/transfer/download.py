@@ -45,8 +45,8 @@ logger = logging.getLogger("cloudckpt")
 _GRAIN = MIB  # bytes; unverified data may be cut at multiples of it
 
 MERGE_GAP = MIB
-"""Unneeded bytes that are read rather than skipped by another request. It is the same on all ranks
-of a job, as they must cut shared reads alike.
+"""Unneeded bytes between needed ones that are read, up to this many, to save a request. It is the
+same on all ranks of a job, as they must cut shared reads alike.
 """
 
 
@@ -114,7 +114,7 @@ class Shared(Protocol):
 def segments_for(wanted: Sequence[Wanted], config: Config) -> list[Segment]:
     """Returns the segments to request, one for each nonempty ``Wanted``.
 
-    They have whole rows, and whole blocks if those are verified.
+    They have whole rows (:attr:`Wanted.row`), and whole blocks if those are verified.
     """
     with paused_gc():
         return [_segment(want, config.verify) for want in wanted if want.stop > want.start]
@@ -299,10 +299,10 @@ class Download:
     def _make_right(
         self, request: Sequence[Segment], plan: ScatterPlan, views: Sequence[memoryview]
     ) -> None:
-        """Fetches a request again if a checksum does not match.
+        """Verifies the received bytes; fetches the request once more if a checksum does not match.
 
         Raises:
-            CheckpointCorruptError: If it does not match again, or bytes are missing.
+            CheckpointCorruptError: If one does not match again, or bytes are missing.
         """
         if not (bad := self._verify(plan)):
             return
@@ -368,8 +368,8 @@ def _pack(segments: Sequence[Segment], *, limit: int, merge_gap: int) -> Iterato
     """Groups the segments of one object into requests.
 
     Neighbours at most `merge_gap` bytes apart share a request of up to `limit` bytes; a segment
-    that crosses the limit is cut there. Overlapping segments are read twice. A single segment that
-    can't be cut may exceed the limit.
+    that crosses the limit is cut there. Bytes where segments overlap are read for each of them. A
+    single segment that can't be cut may exceed the limit.
     """
     request: list[Segment] = []
     waiting = sorted(segments, key=lambda segment: (segment.start, segment.stop), reverse=True)

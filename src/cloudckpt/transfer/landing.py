@@ -163,8 +163,9 @@ class Wanted:
         stop: The offset after the last byte.
         sink: The receiver of the bytes.
         divisible: Whether the sink accepts the bytes in several deliveries.
-        row: Bytes of a row, if only some columns of rows are needed. Whole rows are then requested,
-            so that ranks that need different columns request the same bytes and can share them.
+        row: Bytes of a row of the stored tensor, if only parts of its rows are needed; else 1.
+            Whole rows are then requested, so that ranks that need different parts of them request
+            the same bytes and can share them.
     """
 
     source: StoredBytes
@@ -194,7 +195,10 @@ class Segment:
     grain: int
 
     def cut(self, limit: int) -> tuple[Segment, Segment] | None:
-        """Splits the segment at its last permitted cut up to `limit`; None without such a cut."""
+        """Splits the segment at the last permitted cut up to offset `limit` of the object.
+
+        Returns None without such a cut.
+        """
         if self.grain == 0:
             return None
         origin = self.want.source.offset
@@ -249,7 +253,11 @@ class ScatterPlan:
             self.scratch_bytes += ALIGNMENT * (len(direct) + 1)
 
     def place(self, scratch: Lease | None) -> list[memoryview]:
-        """Returns the views to receive into, in the order of the object's bytes."""
+        """Returns the views to receive into, in the order of the object's bytes.
+
+        Args:
+            scratch: Memory of ``scratch_bytes`` bytes, from a pool of tensors; None if these are 0.
+        """
         memory = memoryview(b"") if scratch is None else scratch.view
         order: list[memoryview] = []
         begin = self._begin  # of a run of the object's bytes that are received into scratch memory

@@ -38,17 +38,18 @@ class Checks(Protocol):
 
 @dataclass(slots=True)
 class Piece:
-    """Some bytes of an object, in memory that must not be copied.
+    """Some bytes of an object, which are sent from their memory without a copy.
 
     Attributes:
         view: The bytes.
         checksums: The collector of the checksums of an item's raw data; None for other bytes.
         start: The offset of the bytes in that item's raw data.
-        lease: The lent memory that contains ``view``; None if it is the user's memory.
-        owner: The tensor whose memory ``view`` shows; keeps it alive.
-        ready: Waits until the bytes have arrived from a device; None if they are there.
-        item: The name of the item that the data belong to, for messages.
-        made: Fills in the bytes, once the checksums of all bytes before them are known.
+        lease: The lent memory that contains ``view``; None if no pool has lent it.
+        owner: What keeps the memory of ``view`` alive, such as a tensor; None if ``view`` does.
+        ready: Waits until the bytes are there; None if they are.
+        item: The name of the item that the bytes belong to, for messages; None if there is none.
+        made: Fills in the bytes, once the checksums of all bytes before them are known; None if
+            they are there.
     """
 
     view: memoryview
@@ -71,7 +72,7 @@ class Piece:
 
 @dataclass(slots=True)
 class PartPlan:
-    """A part to be sent: its number (from 1), its pieces in order, its size in bytes."""
+    """A part to be sent: its number (from 1), pieces in order, bytes, and the pieces' checksums."""
 
     number: int
     pieces: list[Piece] = field(default_factory=list)
@@ -103,7 +104,7 @@ class PartPlan:
     def changed(self, algorithm: ChecksumAlgorithm) -> Piece | None:
         """Returns a piece whose bytes changed since their checksum was computed, or None.
 
-        Only the user's memory is checked: nothing else writes to lent memory.
+        Memory that is lent by a pool or read-only is not checked: no other code writes to it.
         """
         for piece, checksum in zip(self.pieces, self.sums, strict=True):
             is_users = piece.lease is None and not piece.view.readonly
@@ -112,7 +113,7 @@ class PartPlan:
         return None
 
     def release(self) -> None:
-        """Releases the leases of all pieces."""
+        """Releases the leases of all pieces, and drops the pieces."""
         for piece in self.pieces:
             if piece.lease is not None:
                 piece.lease.release()
@@ -151,7 +152,7 @@ class PartCutter:
         return done
 
     def finish(self) -> PartPlan | None:
-        """Returns the last part, if any bytes are left; nothing may be pushed afterwards."""
+        """Returns the last part, or None if it is empty; nothing may be pushed afterwards."""
         return self._part if self._part.size else None
 
 
@@ -178,8 +179,8 @@ def choose_part_size(
 
     Args:
         nbytes: The expected size.
-        wanted: The user's choice, which takes precedence where the store allows it; None:
-            automatic.
+        wanted: The user's choice in bytes, which takes precedence where the store allows it; None
+            for an automatic one.
         capabilities: The limits of the store.
         connections: The number of parts sent at a time.
         copied: The memory budget in bytes, if parts hold copies; None if not. A part may then take

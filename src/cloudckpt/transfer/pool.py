@@ -42,7 +42,7 @@ class Lease:
             self._holders += 1
 
     def release(self) -> None:
-        """Removes a holder; the last one returns the memory, and must not use it any more."""
+        """Removes a holder, which must not use the memory any more; the last one returns it."""
         with self._lock:
             self._holders -= 1
             is_free = self._holders == 0
@@ -92,7 +92,11 @@ class MemoryPool:
 
         Args:
             nbytes: The size; not 0.
-            pinned: Whether newly allocated memory is page-locked; reused memory is not changed.
+            pinned: Whether newly allocated memory is page-locked, if the class supports that;
+                reused memory is not changed.
+
+        Raises:
+            TransferCancelledError: If the transfer was cancelled while this waited.
         """
         with self._changed:
             while self._lent and self._lent + nbytes > self._budget:
@@ -103,7 +107,7 @@ class MemoryPool:
         return Lease(self, memory, view)
 
     def _fitting(self, nbytes: int) -> tuple[Any, memoryview] | None:
-        """Returns the smallest free block that fits; None after making room for a new one."""
+        """Takes the smallest free block that fits; else makes room for a new one, returns None."""
         at = min(
             (n for n, (_, view) in enumerate(self._free) if view.nbytes >= nbytes),
             key=lambda n: self._free[n][1].nbytes,

@@ -35,18 +35,18 @@ _LARGEST = 8 * 1024**2
 _SMALLEST = 256 * 1024
 """The fewest and (above) the most bytes of a shared request.
 
-They are few enough that a rank holds several requests, and enough that a request to a store is
-worth its cost.
+With more, a rank could not hold several requests in memory; with fewer, a request to the store
+would not be worth its cost.
 """
 
 _WORTH = 64 * 1024
-"""Bytes per rank below which all ranks rather request everything from the store."""
+"""Bytes per rank below which nothing is shared: each rank requests everything from the store."""
 
 _STATUS = 8  # bytes after a message's payload; the first is 1 unless the sender has failed
 
 
 def digests(segments: Sequence[Segment]) -> torch.Tensor:
-    """Returns a hash of each segment's location, by which ranks recognize bytes that they share.
+    """Returns a hash of each segment's location, by which ranks find bytes that several want.
 
     Returns:
         A tensor of 64-bit hashes, int64, one per segment.
@@ -120,7 +120,7 @@ def shared_requests(segments: Sequence[Segment], ranks: int) -> list[list[Segmen
     """Groups segments that `ranks` ranks need into requests; the result is the same on all of them.
 
     Returns:
-        The requests, or None if the bytes are so few that all ranks should rather read the store.
+        The requests; None if the bytes are too few to be shared: each rank then requests them.
     """
     total = sum(segment.stop - segment.start for segment in segments)
     if total < _WORTH * ranks:
@@ -150,7 +150,8 @@ class Ring(ABC):
         Both are of dtype uint8; None if there is nothing to send or to receive.
 
         Returns:
-            The errors of sending and of receiving, if the ranks lost each other; else None each.
+            The error of sending, and that of receiving, if the other rank ended or the connection
+            to it broke; None for each that succeeded or was not wanted.
         """
 
 
@@ -233,7 +234,7 @@ class RingAllgather:
         Raises:
             TransferCancelledError: If this or another rank has failed. If this rank has failed,
                 ``download`` raises the cause.
-            RuntimeError: If the ranks lost each other.
+            RuntimeError: If a rank ended or a connection to it broke.
         """
         for _ in range(self._ahead):
             self._fetch_next()

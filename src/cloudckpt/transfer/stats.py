@@ -20,7 +20,7 @@ class TransferStats:
     Args:
         uri: The location that is transferred, for the events.
         rank: The rank that transfers it.
-        total: Total bytes of the transfer, as far as known.
+        total: Total bytes of the transfer; 0 if unknown.
     """
 
     def __init__(self, uri: str = "", rank: int = 0, total: int = 0) -> None:
@@ -53,7 +53,7 @@ class TransferStats:
             self._verifying += seconds
 
     def emit_verified(self) -> None:
-        """Emits a ``verify`` event for all verification so far."""
+        """Emits a ``verify`` event for all verification so far, if there was any."""
         if self._verified:
             self._emit("verify", seconds=self._verifying, nbytes=self._verified)
 

@@ -355,10 +355,10 @@ def clear_away(store: ObjectStore, keys: Sequence[str], policy: RetryPolicy) -> 
 
 
 def only_if_new(store: ObjectStore, config: Config) -> str | None:
-    """Returns the ``if_version`` for writes to random keys: "" if stores keep versions, else None.
+    """Returns the ``if_version`` for writes to random keys: "" (no such object yet), or None.
 
-    The condition that the key does not exist prevents a repeated request from creating a second,
-    billed version; None also if the user has turned conditions off.
+    "" keeps a repeated request from creating a second, billed version; None, without a condition,
+    if the store does not document that (``create_only``) or the user has turned conditions off.
     """
     return "" if store.capabilities.create_only and config.conditional_writes != "off" else None
 
