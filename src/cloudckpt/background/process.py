@@ -268,9 +268,9 @@ class _Worker:
         except OSError as exc:
             undo.close()
             raise SaveProcessError(
-                f"the saving process could not be started by {sys.executable!r}: raise the limit of "
-                "files or processes (ulimit -n, -u) that the cause names, if any, or make "
-                "sys.executable right; or save in a thread (AsyncCheckpointerType.THREAD)",
+                f"the saving process could not be started by {sys.executable!r}: check that this is "
+                "a Python interpreter, raise the limit that the cause names, if any (ulimit -n, "
+                "-u), or save in a thread (AsyncCheckpointerType.THREAD)",
                 cause=exc,
             ) from exc
         _workers.add(self)
