@@ -82,6 +82,7 @@ def open_group(
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     with _lock:
         kept = _kept.setdefault(world, _Kept())
+        free: dict[str, dist.ProcessGroup]
         free = {made.group_name: made for made in kept.free if _ranks(made) == ranks}
         number = kept.opened.get(ranks, 0)
     soon = min(start_timeout, _CONNECT + _CONNECT_EACH * len(ranks))

@@ -268,9 +268,8 @@ class _Worker:
         except OSError as exc:
             undo.close()
             raise SaveProcessError(
-                f"the saving process could not be started by {sys.executable!r}: check that this is "
-                "a Python interpreter, raise the limit that the cause names, if any (ulimit -n, "
-                "-u), or save in a thread (AsyncCheckpointerType.THREAD)",
+                f"can't start the saving process with {sys.executable!r}: correct the cause (raise "
+                "a limit, set sys.executable), or save in a thread (AsyncCheckpointerType.THREAD)",
                 cause=exc,
             ) from exc
         _workers.add(self)

@@ -222,7 +222,9 @@ class Content:
         value.all = {int(of_rank[1]): loaded[of_rank[0]] for of_rank in matches}
 
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
-        """Changes :attr:`state` to the ``PerRank`` values that are loaded: see :attr:`PerRank.all`.
+        """Changes :attr:`state` to ask for the ``PerRank`` values that the checkpoint has.
+
+        Which ones each rank loads, :attr:`PerRank.all` says.
 
         Args:
             metadata: The metadata of the checkpoint.

@@ -172,7 +172,7 @@ class _Items:
     def kept(self, to_lowest_rank: bool) -> torch.Tensor:
         """Returns the items that are written: one of each group of duplicates, and all others.
 
-        With ``to_lowest_rank``, the lowest rank writes each duplicate. Otherwise, as with torch,
+        With ``to_lowest_rank``, a duplicate is written by the lowest rank that has it. Otherwise
         each is assigned, in the order in which torch meets them, to the rank that has the least to
         write so far: the items that it alone has, as far as torch has visited them by then, and the
         duplicates assigned to it.
@@ -333,7 +333,7 @@ def _merged(paths: Sequence[tuple[int, Paths]], uri: str) -> Paths:
         uri: The checkpoint, for messages.
 
     Raises:
-        KeyCollisionError: If ranks have different paths of one name.
+        KeyCollisionError: If ranks have different paths for one name.
     """
     # of the lowest ranks that have them
     distinct = {id(one): (rank, one) for rank, one in reversed(paths)}.values()

@@ -102,9 +102,9 @@ def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None
 
 
 def _held(writer: CloudStorageWriter, base: CheckpointURI | None) -> Hold | None:
-    """Returns a hold on ``base``, or if that is None on :func:`newest_beside`.
+    """Returns a hold on ``base``, or on the :func:`newest_beside` step if that is None.
 
-    None, with a warning, if it can't be held; None if there is no earlier step.
+    Returns None, with a warning, if it can't be held; and None if there is no earlier step.
     """
     uri, config = writer.uri, writer.config
     why: object = "it was not saved with Config(incremental=True), or is being replaced or deleted"
