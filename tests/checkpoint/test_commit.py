@@ -164,6 +164,22 @@ def test_what_comes_between_two_looks_of_a_beginning_is_no_baseline(monkeypatch)
 BEFORE = pytest.mark.parametrize("before", [None, OLD], ids=["new", "replacing"])
 
 
+@BEFORE
+def test_a_commit_of_which_the_server_kept_the_beginning_is_none(store, retrier, before):
+    """As servers do that store what arrived before the connection broke."""
+    base = Baseline(KEY, None if before is None else write(store, before).version)
+    whole = store.inner.put
+
+    def cut(key, body, *, checksum, **options):
+        store.inner.put = whole
+        MemoryStore.put(store.inner, key, [body[0]], checksum=checksum, **options)
+        raise ConnectionLostError("lost")
+
+    store.inner.put = cut
+    with pytest.raises(CommitUnknownError):
+        finish(store, base, retrier)
+
+
 OUTCOMES = {  # of a try: what is heard of it, and whether the store carries it out
     "done": (None, True),
     "lost": (ConnectionLostError, False),

@@ -157,6 +157,24 @@ def test_of_two_writers_of_the_same_bytes_one_creates_the_object_though_answers_
         put_whole(store, KEY, data, retrier, if_version="")
 
 
+def test_an_object_of_which_the_server_kept_the_beginning_is_no_success(store):
+    data, whole = memoryview(some_bytes(700)), store.inner.put
+
+    def cut(key, body, *, checksum, **options):
+        store.inner.put = whole
+        MemoryStore.put(store.inner, key, [body[0][:5]], checksum=checksum, **options)
+        raise ConnectionLostError("lost")
+
+    for write in (
+        lambda: put_whole(store, KEY, data, Retrier(AT_ONCE), if_version=""),
+        lambda: send(store, pieces_of(data, 700), create_only=True),
+    ):
+        store.inner.put = cut
+        with pytest.raises(PreconditionFailedError):
+            write()
+        store.inner.delete(KEY)
+
+
 def test_an_object_that_was_put_together_wrongly_is_no_success_though_it_is_ours(store):
     """Google is sent no checksum of the whole, but tells it."""
     data = some_bytes(2500)

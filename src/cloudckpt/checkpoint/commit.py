@@ -212,11 +212,12 @@ def commit(
         overtaken = conditional and isinstance(error, PreconditionFailedError)
         if uncertain:
             found = _found(store, key, error, retrier)
-            if found is not None and found.attempt == attempt:
-                return
+            is_ours = found is not None and found.attempt == attempt
+            if is_ours and found is not None and found.size == sum(map(len, body)):
+                return  # some servers keep what arrived before the connection broke
             is_gone = found is None and baseline.version is not None
             is_theirs = found is not None and found.attempt and found.version != baseline.version
-            if not overtaken or not (is_gone or is_theirs):
+            if is_ours or not overtaken or not (is_gone or is_theirs):
                 raise _unknown(store, key, error) from error
         if not overtaken:
             raise

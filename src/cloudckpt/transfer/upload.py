@@ -294,7 +294,7 @@ class ObjectUpload:
 
     def _look(self, attempt: str, checksum: int | None) -> ObjectInfo | None:
         """Returns the object if this attempt wrote it, with this checksum if known; else None."""
-        info = written(self._store, self.key, attempt, self._retrier.policy)
+        info = written(self._store, self.key, attempt, self.position, self._retrier.policy)
         known = None if info is None else info.checksum
         return info if checksum is None or known in (None, checksum) else None
 
@@ -379,14 +379,20 @@ def put_whole(
     checksum, attempt = store.capabilities.checksum.of(data), random_suffix()
     return retrier.call(
         lambda: store.put(key, [data], checksum=checksum, attempt=attempt, if_version=if_version),
-        made=lambda error: written(store, key, attempt, retrier.policy),
+        made=lambda error: written(store, key, attempt, data.nbytes, retrier.policy),
     )
 
 
-def written(store: ObjectStore, key: str, attempt: str, policy: RetryPolicy) -> ObjectInfo | None:
-    """Returns the object if ``attempt`` wrote it; None if not, or if the store does not answer."""
+def written(
+    store: ObjectStore, key: str, attempt: str, size: int, policy: RetryPolicy
+) -> ObjectInfo | None:
+    """Returns the object if ``attempt`` wrote it; None if not, or if the store does not answer.
+
+    An object of another size is none: some servers keep what arrived before the connection broke.
+    """
     try:
-        return Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
+        info = Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
+        return info if info is not None and info.size == size else None
     except StoreError as error:
         logger.warning("can't check whether the upload took place, as a read failed: %s", error)
         return None
