@@ -177,7 +177,7 @@ class ModelCommit:
 
         Raises:
             IncompleteSaveError: If parts of a file are missing.
-            CheckpointConflictError: If another writer was faster; this save's files are deleted.
+            CheckpointConflictError: If another writer has changed the model since the save began.
             CommitUnknownError: If the store did not say whether it carried out the last step.
             StoreError: If the store refused a request or stayed unreachable, and the model is
                 certainly not visible.
@@ -206,7 +206,7 @@ class ModelCommit:
             forget_listings()
 
     def _retire_old_model(self) -> None:
-        """Replaces the index by a claim, and deletes the files of the old model (steps 1 and 2)."""
+        """Carries out steps 1 and 2: claims the index, and deletes the files of the old model."""
         before = self._older.pop(INDEX, None)
         version = "" if before is None else before.version
         self._claim = put_whole(
@@ -291,7 +291,15 @@ class ModelCommit:
             delete(self._claim)
 
     def _expect(self, key: str, expected: ObjectInfo | None) -> None:
-        """Raises PreconditionFailedError if another writer has changed an object meanwhile."""
+        """Checks that no other writer has changed an object meanwhile.
+
+        Args:
+            key: The key of the object.
+            expected: The object as it has to be; None if it must not exist.
+
+        Raises:
+            PreconditionFailedError: If it is different.
+        """
         current = None
         with contextlib.suppress(ObjectNotFoundError):
             current = self._retrier.call(lambda: self._store.head(key))
@@ -303,7 +311,7 @@ class ModelCommit:
             )
 
     def _delete(self, infos: Iterable[ObjectInfo]) -> None:
-        """Deletes unchanged objects, first ``model.safetensors``, which readers open first."""
+        """Deletes objects that are unchanged, ``model.safetensors`` first: readers look for it."""
         ordered = sorted(infos, key=lambda info: info.key != self._uri.key(SINGLE_FILE))
         delete = functools.partial(self._delete_one, retrier=self._retrier)
         self._each(ordered[:1], delete)
@@ -315,7 +323,10 @@ class ModelCommit:
         retrier.call(lambda: self._store.delete(info.key, if_version=version))
 
     def _each(self, items: Sequence[_T], action: Callable[[_T], _S]) -> list[_S]:
-        """Calls ``action`` with each item in parallel, in at most one thread per connection."""
+        """Returns the results of ``action`` for all items, in order; calls it in several threads.
+
+        There are at most ``Config.requests_at_once`` threads.
+        """
         return View(self._uri, self._config).each(action, items)
 
 
@@ -340,7 +351,7 @@ def find_older_model(view: View) -> dict[str, ObjectInfo]:
     Other files, such as adapters, are not listed.
 
     Raises:
-        ConfigError: If there is none, and the location is the folder of a run.
+        ConfigError: If there is no such file, and the location is the folder of a run.
         StoreError: If the store refuses or stays unreachable.
     """
     uri = view.location

@@ -1,8 +1,8 @@
 """Exports a committed checkpoint as a model in safetensors files, by store-side copies if possible.
 
 The store copies a part of a file if it is a range of one data object of the checkpoint. Ranges that
-are smaller than the least part (headers, small tensors, the start of a tensor after them) are read
-and sent by this process.
+are smaller than the smallest part that the store accepts (headers, small tensors, the start of a
+tensor after them) are read and sent by this process.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Exported:
     """The result of an export.
 
     Attributes:
-        files: The names of the files.
-        nbytes: The bytes of the files.
+        files: The names of the safetensors files, without the index.
+        nbytes: The bytes of these files.
         moved: The bytes that this process sent; the rest was copied within the store.
         left_out: The names of entries that are not tensors, or that ``key_mapping`` left out.
     """
@@ -89,9 +89,9 @@ def export_checkpoint(
 
     The files are those of :func:`save`, and are committed in the same way. If the store can copy
     ranges, and reach both locations with the same credentials, it copies nearly all bytes itself.
-    Otherwise, and if types are converted, or tensors were saved in columns, this process writes the
-    files one after another, in about ``max_shard_size`` bytes of memory. Call it on one rank: it
-    uses no collectives.
+    Otherwise, and if types are converted, or tensors were not divided along their first dimension,
+    this process writes the files one after another, in about ``max_shard_size`` bytes of memory.
+    Call it on one rank: it uses no collectives.
 
     Args:
         source: The location of a committed checkpoint, of cloudckpt or of torch.
@@ -165,10 +165,10 @@ class _Source:
     Attributes:
         tensors: The tensors as they will be stored in the model, with their new names.
         names: For each new name, the tensor's name in the checkpoint.
-        stored: The stored bytes of each tensor, in order, by its new name; None if the checkpoint
-            does not have them exactly as they will be in the files.
+        stored: The stored bytes of each tensor, in order, by its new name; None for a tensor whose
+            bytes in the checkpoint are not those in the files.
         left_out: The names of the entries that are not exported.
-        commit: The commit object of the checkpoint.
+        commit: The commit object of the checkpoint; None if it was not read.
     """
 
     def __init__(
@@ -220,9 +220,15 @@ class _Source:
 def _in_order(
     tensor: TensorPlan, chunks: Iterable[tuple[tuple[int, ...], StoredTensor | None]]
 ) -> list[StoredBytes] | None:
-    """Returns a tensor's stored bytes in the order of its rows.
+    """Returns the stored bytes of a tensor's chunks, in the order in which a file has them.
 
-    None if its chunks do not consist of whole rows, or are not stored in the type of the model.
+    None if the tensor was not divided along its first dimension only, if a chunk is missing, or if
+    the tensor is not stored in the type of the model.
+
+    Args:
+        tensor: The tensor as it will be in the model.
+        chunks: The offsets of each chunk, and its stored tensor; None for one that is not stored as
+            plain elements.
     """
     rows, elements = 0, list[StoredBytes]()
     for begin, stored in sorted(chunks, key=lambda chunk: chunk[0]):
@@ -236,7 +242,7 @@ def _in_order(
 
 
 def _load_by_file(files: Sequence[FilePlan], source: _Source) -> Callable[[int], torch.Tensor]:
-    """Returns a function that loads one tensor to export, verified and converted.
+    """Returns a function that loads one tensor to export, given its index, verified and converted.
 
     It loads all tensors of a file together, after dropping those of the previous file.
     """
@@ -381,7 +387,7 @@ def cut(
 
 
 def _checksum_of(planned: Range, store: ObjectStore) -> int | None:
-    """Returns a range's checksum by the store's algorithm; None if its blocks have no such one."""
+    """Returns a range's checksum by the store's algorithm; None if its blocks have none by that."""
     blocks, algorithm = planned.source.blocks, store.capabilities.checksum
     if blocks is None or blocks.algorithm.name != algorithm.name:
         return None

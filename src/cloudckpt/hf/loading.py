@@ -114,6 +114,8 @@ def load(
 def renamed(names: Iterable[str], mapping: KeyMapping | None, uri: CheckpointURI) -> dict[str, str]:
     """Returns the old name of each tensor by the new name that a mapping gives it.
 
+    Without a mapping, the names stay. Names for which it returns None are left out.
+
     Raises:
         ConfigError: If the mapping returns anything but one name or None: a tensor can't be split.
         KeyCollisionError: If two tensors get the same name.
@@ -161,8 +163,8 @@ class ModelFolder:
         """Reads the description of the model at a location; returns None if there is no model.
 
         Like transformers, it takes ``model.safetensors`` if that exists, else the files that the
-        index names. Other files without an index belong to an interrupted save. The location may
-        also be a file.
+        index names. Without either there is no model, whatever files there are: they may be those
+        of an interrupted save.
 
         Args:
             store: The store of ``uri``.
@@ -212,7 +214,7 @@ class ModelFolder:
 
     @property
     def metadata(self) -> Metadata:
-        """Describes the model in torch's metadata, with each tensor as one chunk."""
+        """The metadata of the model in torch's form, in which each tensor is one chunk."""
         entries: dict[str, Any] = {}
         for name, stored in self.tensors.items():
             size = torch.Size(stored.shape)
@@ -223,12 +225,12 @@ class ModelFolder:
 
     @property
     def places(self) -> Places:
-        """The positions of the tensors' bytes in the files of the model."""
+        """Locates the tensors' bytes in the files of the model."""
         return _ModelPlaces(self)
 
 
 def _read_file(store: ObjectStore, retrier: Retrier, key: str) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file by name; reads its header, usually in one request.
+    """Returns the tensors of a file by name; reads its header, usually in two requests.
 
     All bytes are read from one version of the file.
 
@@ -266,7 +268,7 @@ def _tensors(
     Args:
         uri: The location of the model.
         files: The tensors of each file, by name.
-        names: The file of each name, as the index says; empty if there is no index.
+        names: For each tensor that the index lists, the name of its file; empty without an index.
 
     Raises:
         CheckpointCorruptError: If a file lacks a tensor that the index says it has.

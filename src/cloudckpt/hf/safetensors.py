@@ -53,7 +53,7 @@ LENGTH_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000
 """Maximum bytes of a header: the format's own limit."""
 MOST_INDEX_BYTES = 100_000_000
-"""Maximum bytes of a model's index: enough for some million tensors."""
+"""Maximum bytes of a model's index: enough for about a million tensors."""
 
 _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 _METADATA = "__metadata__"
@@ -89,8 +89,8 @@ class Chunk:
 
     Attributes:
         rank: The rank.
-        item: The number of its item in the rank's plan.
-        box: The position of the part in the tensor.
+        item: The index of its item in the rank's plan.
+        box: The region of the tensor: start and length for each dimension.
         dtype: The element type in the file.
     """
 
@@ -113,7 +113,7 @@ class TensorPlan:
         name: The name of the tensor.
         dtype: The element type in the file.
         shape: The shape of the whole tensor.
-        chunks: The boxes of which the tensor consists.
+        chunks: The parts of which the tensor consists.
         aliases: Other names of the same tensor.
     """
 
@@ -125,13 +125,16 @@ class TensorPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The bytes that the tensor takes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file of the model: its name, header, tensors in order, and size in bytes."""
+    """A file of the model: its name, the bytes of its header, its tensors in order, and its size.
+
+    ``size`` is in bytes, with the header. The header is the part of the file before the tensors.
+    """
 
     name: str
     header: bytes
@@ -140,7 +143,9 @@ class FilePlan:
 
 
 def bytes_of_size(size: int | str) -> int:
-    """Converts a size such as ``"5GB"`` to bytes; GB are 10**9, as in transformers, GiB 2**30.
+    """Converts a size such as ``"5GB"`` or a number to bytes.
+
+    A GB is 10**9 bytes, as in transformers, and a GiB 2**30 bytes.
 
     Raises:
         ConfigError: If ``size`` is not a valid size.
@@ -163,13 +168,12 @@ def bytes_of_size(size: int | str) -> int:
 def plan_files(
     tensors: Sequence[TensorPlan], max_shard_size: int, fqn_to_file: Mapping[str, int] | None
 ) -> list[FilePlan]:
-    """Divides tensors among files, and computes their positions there.
+    """Divides tensors among files, and plans each file.
 
     Args:
         tensors: All tensors, in the order in which they fill the files.
         max_shard_size: Maximum bytes of tensors in a file; a larger tensor gets a file to itself.
-        fqn_to_file: The number of each tensor's file, from 1, instead of a division by
-            ``max_shard_size``.
+        fqn_to_file: The number of each tensor's file, from 1; None divides by ``max_shard_size``.
 
     Raises:
         ConfigError: If ``fqn_to_file`` leaves out a tensor, or has an invalid number.
@@ -230,7 +234,7 @@ def type_name(dtype: torch.dtype, fqn: str) -> str:
 
 
 def header_bytes(tensors: Sequence[TensorPlan]) -> bytes:
-    """Returns the bytes of a file before its tensors, which follow in this order without gaps.
+    """Returns the bytes of a file before ``tensors``, which follow in this order without gaps.
 
     The format has only one name for a byte range, so other names of a tensor are written to the
     header's metadata, as ``save_model`` of the safetensors library does for tied weights.
@@ -280,7 +284,7 @@ def header_length(first: bytes | bytearray | memoryview, size: int, uri: str) ->
     Args:
         first: The first bytes of the file.
         size: Bytes of the file.
-        uri: The file, for messages.
+        uri: The URI of the file, for messages.
 
     Raises:
         CheckpointCorruptError: If the file is too short, or its header would not fit into it.
@@ -366,7 +370,7 @@ def is_claim(data: bytes | bytearray) -> bool:
 
 
 def parse_index(data: bytes | bytearray, uri: str) -> dict[str, str]:
-    """Parses the index of a model; returns the file of each tensor, by name.
+    """Parses the index of a model; returns the name of each tensor's file, by the tensor's name.
 
     Raises:
         CheckpointCorruptError: If it is not an index, or names a file outside of its folder.
@@ -409,7 +413,12 @@ def _is_texts(value: object) -> bool:
 
 
 def _tensor(name: str, entry: Any, first: int, file: ObjectInfo, uri: str) -> StoredTensor:
-    """Parses the entry of a tensor; ``first`` is the offset of the first byte after the header."""
+    """Parses the header's entry of a tensor; ``first`` is the number of bytes before the tensors.
+
+    Raises:
+        ValueError: If the entry is invalid.
+        UnsupportedTensorError: If cloudckpt does not know the element type.
+    """
     try:
         dtype_name, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]

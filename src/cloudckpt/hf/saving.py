@@ -57,14 +57,17 @@ def save(
 
     All ranks must call it. It writes ``model.safetensors``, or files named
     ``model-00001-of-00003.safetensors`` and so on with ``model.safetensors.index.json``. When this
-    returns, the model is complete and visible. If it raises, it raises on every rank, and the files
-    of this save are deleted. An existing model then stays unchanged, unless the store fails while
-    the new files are made visible: then there is no index, and readers see no model.
+    returns, the model is complete and visible. If it raises, it raises on every rank, and unless
+    the error is a CommitUnknownError, the files of this save are deleted. An existing model then
+    stays unchanged, unless the store fails while the new files are made visible: then there is no
+    index, and readers see no model.
 
-    A rank sends its rows directly from tensor memory. Shards that are smaller than a part are
-    handed to a rank that has one of the part's largest shards; so are tensors that are divided in
-    columns, of which a rank has one in memory at a time. Tied weights, which share their memory,
-    are written once: the file's metadata has the other names, which :func:`load` reads.
+    Shards of a tensor that is divided along its first dimension are sent directly from tensor
+    memory. If they are smaller than a part of an upload, they are handed to the rank that sends the
+    part, which has one of its largest shards. So are shards of a tensor that is divided along
+    another dimension; a rank has one such tensor in memory at a time. Tied weights, which share
+    their memory, are written once: the file's metadata has the other names, which :func:`load`
+    reads.
 
     Args:
         state_dict: Tensors by name; the names of nested dicts are joined by dots. Replicated
@@ -118,7 +121,13 @@ def save(
 
 
 class _Task(NamedTuple):
-    """The work that the coordinator assigns to a rank, sent with the rank's plan."""
+    """The work that the coordinator assigns to a rank, sent with the rank's plan.
+
+    Attributes:
+        ranks: The number of ranks that save.
+        work: What the rank sends and hands over.
+        uploads: The uploads of all files.
+    """
 
     ranks: int
     work: RankWork
@@ -286,7 +295,11 @@ class SafetensorsWriter(OurWriter):
 
 
 def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
-    """Returns the first name of the same memory, for each tensor with elements on this rank."""
+    """Returns, for each tensor with elements on this rank, the first name in the same memory.
+
+    That is the first in natural order of the tensors that share the memory. Empty without a
+    planner.
+    """
     memory: dict[str, list[Any]] = {}
     for item in plan.items if planner is not None else ():
         assert planner is not None
@@ -304,7 +317,10 @@ def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Returns a key, equal for tensors that share memory and elements; None if unknown."""
+    """Returns a key that is equal for two tensors only if they are the same elements in memory.
+
+    None if the memory of the tensor is not known.
+    """
     usual = type(tensor) in PLAIN and tensor.layout == torch.strided
     if not usual or (of := memory_of(tensor)) is None:
         return None
@@ -313,9 +329,10 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def _ties_of_all_ranks(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns the name to write for each tied name.
+    """Returns, for each name that is not written, the name under which its tensor is written.
 
-    A tie is left out unless all ranks that have elements of the tensor report it.
+    A name is left out of the files only if all ranks that have elements of the tensor report that
+    it shares memory with the same other name.
     """
     of: dict[str, set[str]] = {}
     for ties_of_rank in ties:
@@ -327,7 +344,18 @@ def _ties_of_all_ranks(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
 def _tensors(
     plans: Sequence[SavePlan], dtype: torch.dtype | None, ties: Mapping[str, str]
 ) -> list[TensorPlan]:
-    """Collects the tensors of all ranks' plans, in the natural order of their names."""
+    """Returns the tensors of all ranks' plans, in the natural order of their names.
+
+    Args:
+        plans: The plans, by rank.
+        dtype: The type that floating-point tensors are converted to; None converts no tensor.
+        ties: The result of :func:`_ties_of_all_ranks`.
+
+    Raises:
+        IncompleteSaveError: If the ranks do not have all of a tensor.
+        ShapeMismatchError: If a tensor has different shapes or types on two ranks.
+        UnsupportedTensorError: If the format lacks a tensor's type.
+    """
     chunks: dict[str, list[Chunk]] = {}
     stored_as: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for rank, plan in enumerate(plans):

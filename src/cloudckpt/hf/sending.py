@@ -1,10 +1,10 @@
 """Divides the bytes of a model's files among the ranks, and sends them.
 
-A file is cut at the borders of shards into extents, each at least as large as the smallest part.
-A rank that has one of the largest shards of an extent sends it, straight from the memory of its
-tensors. Before that, the other ranks hand over their shards of the extent, in rounds of all ranks;
-a tensor whose shards are not ranges of the file, such as columns, is put together in memory. A
-store that needs parts of one size gets each file from one rank, and the other ranks hand their
+A file is cut at the borders of shards into extents, each at least as large as the smallest part of
+an upload. A rank that has one of the largest shards of an extent sends it, straight from the memory
+of its tensors. Before that, the other ranks hand over their shards of the extent, in rounds of all
+ranks; a tensor whose shards are not ranges of the file, such as columns, is put together in memory.
+A store that needs parts of one size gets each file from one rank, and the other ranks hand their
 shards to that rank.
 """
 
@@ -45,9 +45,9 @@ class Extent:
     Attributes:
         file: The index of the file.
         sender: The rank that sends it.
-        first: The number of the first part.
+        first: The number of the first part; with ``by_position``, its offset in the file plus 1.
         part_size: Bytes of every part but the last.
-        content: The header of the file, and tensors or rows of tensors.
+        content: What the bytes consist of: the header of the file, and tensors or parts of tensors.
         ends: Whether the extent's end is also the end of its last part; otherwise the next extent
             continues that part.
     """
@@ -150,7 +150,11 @@ def plan_work(
 
 
 def _sender(content: Sequence[bytes | TensorPlan], load: Sequence[int]) -> int:
-    """Returns the rank to send an extent: the least busy of the ranks with a large chunk of it."""
+    """Returns the rank that is to send an extent.
+
+    Of the ranks that have a chunk at least half as large as the largest, it is the one with the
+    fewest bytes to send so far (in ``load``); if the extent has no chunk, it is one of all ranks.
+    """
     chunks = _chunks(content)
     half = max((chunk.nbytes for chunk in chunks), default=0) / 2
     large = [chunk.rank for chunk in chunks if chunk.nbytes >= half]
@@ -158,7 +162,10 @@ def _sender(content: Sequence[bytes | TensorPlan], load: Sequence[int]) -> int:
 
 
 def _cut(file: FilePlan, least: int) -> Iterator[list[bytes | TensorPlan]]:
-    """Cuts a file into extents at the borders of shards; all but the last have ``least`` bytes."""
+    """Yields the contents of a file's extents, each but the last of at least ``least`` bytes.
+
+    The file is cut at the borders of shards.
+    """
     content: list[bytes | TensorPlan] = [file.header]
     nbytes = len(file.header)
     for one in (one for tensor in file.tensors for one in _ranges(tensor)):
@@ -171,7 +178,7 @@ def _cut(file: FilePlan, least: int) -> Iterator[list[bytes | TensorPlan]]:
 
 
 def _ranges(tensor: TensorPlan) -> Iterator[TensorPlan]:
-    """Yields each chunk of a tensor by itself, or the whole tensor if chunks are not contiguous."""
+    """Yields a tensor's chunks as tensors, or, if one is not contiguous there, the whole tensor."""
     chunks = [chunk for chunk in tensor.chunks if chunk.nbytes]
     if not all(_is_range(chunk.box, tensor.shape) for chunk in chunks):
         yield dataclasses.replace(tensor, chunks=chunks)
@@ -187,7 +194,7 @@ def _ranges(tensor: TensorPlan) -> Iterator[TensorPlan]:
 
 
 def _is_range(box: Box, shape: Sequence[int]) -> bool:
-    """Returns whether the elements of a box are contiguous in the row-major tensor."""
+    """Returns whether the elements of a box are contiguous in a row-major tensor of this shape."""
     axis = 0
     while axis < len(shape) and box[axis][1] == 1:
         axis += 1
@@ -241,7 +248,10 @@ class FileUpload(NamedUpload):
         self._put_part(part)
 
     def copy(self, source: CopySource, number: int, start: int, stop: int) -> Part:
-        """Has the store copy the bytes from ``start`` to ``stop`` of an object as a part."""
+        """Has the store copy the bytes of an object from ``start`` to before ``stop`` as a part.
+
+        ``number`` is the number of the part.
+        """
         upload = self._upload
         assert upload is not None
         part = self._retrier.call(
@@ -288,7 +298,7 @@ def send_work(
     Args:
         work: The work of this rank.
         uploads: The uploads of the files.
-        resolve: Returns the tensor of an item of this rank's plan.
+        resolve: Returns the tensor of an item of this rank's plan, given the item's index.
         store: The store of the files.
         config: Options.
         stats: Counts the bytes sent.
@@ -409,7 +419,7 @@ class _Rounds:
         }
 
     def report_failure(self) -> None:
-        """Reports the failure of this rank to the other ranks, if they wait for this rank."""
+        """Tells the other ranks that this rank has failed, if they would wait for it."""
         if self._left:
             self._are_ready(False)
 
@@ -420,7 +430,10 @@ class _Rounds:
 
 
 def _split_sizes(chunks: Iterable[tuple[int, Chunk]], ranks: int) -> list[int]:
-    """Returns the bytes of a round's chunks, for each rank that they go to or come from."""
+    """Returns how many bytes are exchanged with each of ``ranks`` ranks, by rank.
+
+    ``chunks`` has each chunk with the rank that it goes to or comes from.
+    """
     found = [0] * ranks
     for rank, chunk in chunks:
         found[rank] += _padded_size(chunk)

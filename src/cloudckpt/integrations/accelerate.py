@@ -64,7 +64,7 @@ _FILES = "files"
 _OBJECT = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _OWN_FORMATS = ("DEEPSPEED", "MEGATRON_LM")
 _saves: weakref.WeakKeyDictionary[Any, Saves] = weakref.WeakKeyDictionary()
-"""The saves of each accelerator."""
+"""The :class:`Saves` of each accelerator."""
 
 
 @collective("save_state")
@@ -285,11 +285,11 @@ def _parts(accelerator: Any, uri: str, only: set[str] | None = None) -> Parts:
 
 
 def _write_files_of_rank(own: PerRank[Any], folder: str, uri: str, rank: int) -> None:
-    """Writes the files that were saved for this rank into a folder; logs if there are none."""
+    """Writes the files that were saved for this rank into a folder; warns if there are none."""
     if not own.is_loaded:
         logger.warning(
-            "%s was saved by fewer ranks, and has no files of rank %d: it keeps its random states, "
-            "and loads the first rank's other files",
+            "%s was saved by fewer ranks, and has no files of rank %d, which keeps its random "
+            "states, and loads the first rank's other files",
             uri,
             rank,
         )

@@ -60,7 +60,7 @@ _COMMITS = {METADATA, MANIFEST, "model.safetensors.index.json"}
 """The names of commit objects, without which a folder is not a checkpoint."""
 
 _postponed: ContextVar[list[Callable[[], None]] | None] = ContextVar("postponed", default=None)
-"""The uploads of commit objects that a ``put`` in progress leaves to its end."""
+"""The uploads of commit objects that a ``put`` in progress leaves to its end; None without one."""
 
 
 class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -99,6 +99,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Describes the file at a path, or else the folder if there are files beneath the path.
+
+        A bucket is always described as a folder.
 
         Raises:
             FileNotFoundError: If there is neither a file nor a folder.
@@ -149,7 +151,11 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return datetime.datetime.fromtimestamp(max(times), datetime.timezone.utc)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """Lists the files and folders directly in a folder, or a single file; never cached."""
+        """Lists the files and folders directly in a folder, or a single file; never cached.
+
+        Raises:
+            FileNotFoundError: If there is neither a file nor a folder.
+        """
         path = self._strip_protocol(path)
         store, key, retrier = self._open_store(path)
         level = list(store.list_level(f"{key}/" if key else "", retrier.call))
@@ -300,7 +306,10 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 self.rm_file(one)
 
     def _without_checkpoint(self, uri: CheckpointURI, keys: list[str]) -> list[str]:
-        """Deletes the checkpoint in a folder; returns the remaining keys that may be deleted."""
+        """Deletes the checkpoint in a folder; returns the remaining keys that may be deleted.
+
+        ``keys`` are those of all objects beneath the folder.
+        """
         if not uri.folder:
             return keys
         if uri.key(METADATA) in keys:
@@ -386,7 +395,11 @@ def register(config: Config | None = None) -> list[str]:
 
 
 def _register_scheme(scheme: str, ours: type[_StoreFileSystem]) -> bool:
-    """Registers a class for a scheme unless another package has it; returns whether it is used."""
+    """Registers a class for a scheme, unless another package handles the scheme.
+
+    Returns:
+        Whether fsspec uses the class.
+    """
     if scheme in registry:
         return registry[scheme] is ours
     name = f"{ours.__module__}.{ours.__name__}"

@@ -116,9 +116,10 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         Meeting.of(None, False).begin(lambda: setup(trainer, *args, **kwargs))
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Returns the newest committed checkpoint of the run's training, for ``ckpt_path="last"``.
+        """Returns the URI of the newest checkpoint as a set, for ``ckpt_path="last"``.
 
-        Lightning's own method would lose the scheme of the URI.
+        It is the one that was written last, of those that are committed and not abandoned; empty if
+        there is none. Lightning's own method would lose the scheme of the URI.
         """
         if self._root is None:
             return set(super()._find_last_checkpoints(trainer))
@@ -127,7 +128,7 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         def age(one: CheckpointSummary) -> tuple[float, bool, int]:
             """Returns a sort key: time, then whether it is the "last" copy, then step.
 
-            Stores report times in seconds; within one second, Lightning writes the copy later.
+            Stores report times in whole seconds; Lightning writes the copy after the checkpoint.
             """
             is_last = one.uri.rpartition("/")[2].startswith(last)
             return one.modified or 0.0, is_last, one.step or -1

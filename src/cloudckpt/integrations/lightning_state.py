@@ -119,7 +119,10 @@ class _OnStores:
         self._saves.save(state, uri, step=step)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint if it exists, after the save in progress is committed."""
+        """Deletes a checkpoint if it exists, once the save in progress is committed.
+
+        On the first rank only; an error at a URI is logged.
+        """
         uri = uri_of(path)
         if uri is None:
             super().remove_checkpoint(path)  # type: ignore[misc]
@@ -444,7 +447,10 @@ def _values_in(loaded: dict[str, Any], uri: str, weights_only: bool | None) -> d
 
 
 def _fit_loop(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state of the Trainer's fit loop; dataloaders are in its ``combined_loader``."""
+    """Returns the state of the Trainer's fit loop; empty if there is none.
+
+    The dataloaders' positions are in its ``combined_loader``.
+    """
     loop = values.get("loops", {}).get("fit_loop", {})
     return loop.get("state_dict", {}) if isinstance(loop, dict) else {}
 

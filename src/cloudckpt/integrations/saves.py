@@ -208,7 +208,10 @@ class Saves:
             raise
 
     def _checkpointer_for(self, line: OwnLine | None) -> Checkpointer:
-        """Returns a checkpointer whose commits fail once another job has claimed the line's run."""
+        """Returns a checkpointer whose commits fail once another job has claimed the line's run.
+
+        ``line`` is None for a location that is not in a run.
+        """
         if self._checkpointer is None or self._saves_into is not line:
             if self._checkpointer is not None:
                 self._checkpointer.close()

@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 OF_RANKS = "of_each_rank"
-"""The name of the item with each rank's random generators and dataloaders, by ``torch.save``."""
+"""The name of the item with what is saved for each rank, pickled by ``torch.save``."""
 
 
 def uri_of(path: str | os.PathLike[str]) -> str | None:
@@ -93,7 +93,7 @@ class Parts:
         self._optimizers = optimizers
 
     def state_dicts(self) -> dict[str, Any]:
-        """Returns the state dicts to save, by name; a collective call. Optimizers don't change."""
+        """Returns the state dicts to save, by name; a collective call that changes no optimizer."""
         states: dict[str, Any] = {
             name: get_model_state_dict(model) for name, model in self._models.items()
         }
@@ -165,7 +165,7 @@ class Parts:
 def _optimizer_state_to_load(
     model: Module, optimizer: Optimizer, saved: Collection[str]
 ) -> dict[str, Any]:
-    """Returns an optimizer state to load into, with the parameters whose states were saved.
+    """Returns an optimizer's state dict to load into, without states that were not saved.
 
     ``saved`` has the names of saved states, such as ``weight.exp_avg``.
     """
@@ -204,7 +204,8 @@ def _without_new_states(optimizer: Optimizer) -> Iterator[None]:
 def _with_all_states(optimizer: Optimizer) -> Iterator[None]:
     """Lets torch create the states of all parameters during the block, if any is missing.
 
-    Existing states are then dropped; gradients are restored after the block.
+    For that, existing states are dropped if one is missing, and the gradients are taken away until
+    the block ends.
     """
     parameters = _parameters(optimizer)
     if any(tensor.requires_grad and tensor not in optimizer.state for tensor in parameters):
@@ -254,7 +255,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def entries_of_rank(state: Mapping[str, Any]) -> dict[str, PerRank[Any]]:
-    """Returns the entries that differ between ranks: dataloaders and values marked ``per_rank``."""
+    """Returns the entries that are saved for each rank, marked ``per_rank``.
+
+    These are the dataloaders, and values that are marked already.
+    """
     own = {key: one for key, one in state.items() if isinstance(one, (PerRank, DataLoader))}
     return {key: one if isinstance(one, PerRank) else per_rank(one) for key, one in own.items()}
 
@@ -337,12 +341,11 @@ def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
     """
     path = os.path.normpath(os.path.join(folder, name))
     if not path.startswith(folder + os.sep):
-        raise ConfigError(
-            f"{name!r} would be written outside of {folder}: use cloudckpt.load", uri=uri, item=name
-        )
+        text = f"the file {name!r} would be written outside of {folder}: load another checkpoint, "
+        text += "or this one with cloudckpt.load, which writes no files"
+        raise ConfigError(text, uri=uri, item=name)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "wb"):  # also shortens a file that is there
-        pass
+    open(path, "wb").close()  # also shortens a file that is there
     return _map_file(path, nbytes, shared=True)
 
 
@@ -356,8 +359,8 @@ def map_files_of_ranks(
         meeting: Connects the ranks that save.
 
     Returns:
-        On the first rank its files, on the others none; and the files of this rank that the first
-        rank lacks, or has with other content: as in :func:`map_files`.
+        Two results like that of :func:`map_files`: the first rank's files, which are empty on other
+        ranks; and the files of this rank that the first rank lacks, or has with other content.
 
     Raises:
         CloudCheckpointError: If a rank can't read its folder.
@@ -370,7 +373,10 @@ def map_files_of_ranks(
 
 
 def _versions(folder: str) -> dict[str, tuple[int, int]]:
-    """Returns when each file beneath a folder was written, and its size, by path in the folder."""
+    """Returns the time of writing and the size of each file beneath a folder, by path in it.
+
+    The time is in nanoseconds since 1970, and the size in bytes.
+    """
     paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
     states = {os.path.relpath(path, folder): os.stat(path) for path in paths}
     return {name: (state.st_mtime_ns, state.st_size) for name, state in states.items()}
@@ -385,7 +391,10 @@ def _map_existing(folder: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def _owners(seen: list[dict[str, tuple[int, int]]]) -> dict[str, int]:
-    """Assigns each file, by turns, to a rank that sees its newest version."""
+    """Assigns each file, by turns, to a rank that sees its newest version.
+
+    ``seen`` has the result of :func:`_versions` of each rank.
+    """
     owners: dict[str, int] = {}
     for index, name in enumerate(sorted(set().union(*seen))):
         newest = max(files[name] for files in seen if name in files)

@@ -369,7 +369,7 @@ def _folder(output_dir: str, step: int) -> str:
 
 
 def _best_steps(state: Mapping[str, Any]) -> list[int | None]:
-    """Returns the steps that may be the best saved one, by the fields of the Trainer's state.
+    """Returns the two steps that the Trainer's state names as the best; None for one it lacks.
 
     If the Trainer has not saved its best step, it may name the next saved one as the best.
     """
@@ -379,7 +379,7 @@ def _best_steps(state: Mapping[str, Any]) -> list[int | None]:
 
 
 def _rank_on_node() -> tuple[int, int]:
-    """Returns this rank's index on its node, and the node's number of ranks, by the launcher."""
+    """Returns this rank's index on its node, and the number of ranks there, by the launcher."""
     if not dist.is_initialized():
         return 0, 1
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

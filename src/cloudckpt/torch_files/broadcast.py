@@ -46,7 +46,7 @@ __all__ = ["BroadcastingTorchSaveReader", "check_fillable"]
 _BATCH = 16 * 1024 * 1024  # bytes
 
 _Target = tuple[ReadItem, torch.Tensor]
-"""A tensor of this rank, and the part of the whole tensor that it is filled with."""
+"""torch's description of a part of a tensor in the file, and the tensor of this rank to fill."""
 
 
 class _Script(NamedTuple):
@@ -211,7 +211,10 @@ class BroadcastingTorchSaveReader(OurReader):
         return future
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Broadcasts the tensors in batches, each when all ranks are ready for it."""
+        """Broadcasts the tensors in batches, each when all ranks are ready for it; fills targets.
+
+        Values that are not tensors are taken from the script.
+        """
         meeting = Meeting.of(None, no_dist=script.world == 1)
         device = "cpu" if meeting.group is None else device_for_collectives(meeting.group)
         targets = meeting.begin(lambda: self._targets(script, plan, planner), during=LOADING)
@@ -244,7 +247,7 @@ class BroadcastingTorchSaveReader(OurReader):
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
     ) -> torch.Tensor:
-        """Returns a row-major tensor: the file's, or on the other ranks one to receive it."""
+        """Returns the file's tensor in row-major order, or on other ranks one to receive it."""
         stored: torch.Tensor | None = self._content.get(fqn)
         if stored is not None:
             plain = stored.detach().resolve_conj().resolve_neg()
@@ -254,7 +257,7 @@ class BroadcastingTorchSaveReader(OurReader):
     def _targets(
         self, script: _Script, plan: LoadPlan, planner: LoadPlanner
     ) -> dict[str, list[_Target]]:
-        """Returns the tensors of this rank to fill, by their names in the file.
+        """Returns what is to be filled on this rank, by the names of the tensors in the file.
 
         Raises:
             ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
@@ -324,7 +327,7 @@ def check_fillable(tensor: torch.Tensor, name: str, uri: str) -> None:
     why = "" if travels_as_bytes(tensor) else why_not_filled(tensor)
     if why:
         raise UnsupportedTensorError(
-            f"{name} can't be loaded into this tensor: {why}", uri=uri, item=name
+            f"{name} can't be loaded into the tensor of the state dict: {why}", uri=uri, item=name
         )
 
 

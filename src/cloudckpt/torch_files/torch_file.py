@@ -1,4 +1,4 @@
-"""Writes a ``torch.save`` file to a store atomically, and loads it from one version."""
+"""Writes ``torch.save`` files to a store atomically, and loads each from one version of it."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def write_torch_file(
 
     The file appears, or replaces the existing file, when it is complete; after an error nothing has
     changed at the location, unless the answer to the last request was lost. It uses at most
-    ``memory_budget`` bytes besides ``value``; storages of accelerators are copied to host memory
-    one at a time.
+    ``memory_budget`` bytes besides ``value``, and more only for files above about 100 GiB; storages
+    of accelerators are copied to host memory one at a time.
 
     Args:
         value: The value to write.

@@ -63,8 +63,8 @@ class WrittenFile(io.BufferedIOBase):
             stats: Counts the bytes sent.
             checks: Collects the checksums of the parts sent; only for random keys, at which no
                 other object can exist.
-            is_immutable: Returns whether some memory stays unchanged until the file is closed: it
-                is then sent without a copy.
+            is_immutable: Returns whether the memory of a write stays unchanged until the file is
+                closed; if so, it is sent without a copy.
         """
         self.info: ObjectInfo | None = None
         self.failure: BaseException | None = None

@@ -162,7 +162,8 @@ class FileFolders(VisibleFiles):
         Args:
             key: The key of the file.
             expected: The approximate size of the file in bytes.
-            is_immutable: Returns whether some memory stays unchanged until the file is closed.
+            is_immutable: Returns whether the memory of a write stays unchanged until the file is
+                closed; if so, it is sent without a copy.
 
         Raises:
             ConfigError: If the file is not in a temporary folder: it could not be committed.

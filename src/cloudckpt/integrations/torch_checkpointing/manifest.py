@@ -37,7 +37,7 @@ MOST_RECORD_BYTES = 1 << 20
 
 
 def beneath(folder: str, key: str) -> str:
-    """Returns a key relative to a folder that contains it."""
+    """Returns a key relative to a folder that contains it; empty for the folder's own key."""
     return key.removeprefix(inside(folder)) if key != folder else ""
 
 

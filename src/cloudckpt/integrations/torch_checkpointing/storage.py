@@ -56,7 +56,7 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
             commits are refused. Files in a folder with this prefix, or in a subfolder of it, are
             pending until their commit.
         job: Sixteen hexadecimal digits that all ranks of the job share, and no other job has; set
-            at the first use, through the store of torch's process group.
+            at the first use.
     """
 
     config: Config | None = None
@@ -200,9 +200,10 @@ def _uri(path: str | os.PathLike[str]) -> CheckpointURI:
 
 
 def _job() -> str:
-    """Returns an identifier that all ranks of this job share, and no other job has.
+    """Returns sixteen hexadecimal digits that all ranks of this job share, and no other job has.
 
-    Several ranks without a process group derive it from torchrun's environment.
+    The ranks agree on them through the store of torch's process group; without one, several ranks
+    derive them from torchrun's environment.
     """
     if dist.is_available() and dist.is_initialized():
         agreed: bytes = default_store().compare_set(_KEY, "", random_suffix())
