@@ -55,8 +55,7 @@ def async_save(
     the same group, type of checkpointer and options, until :func:`close_async_savers` or the end of
     the interpreter, which waits for saves in progress. A call for the same group with another type
     or options releases them; the first call with another group releases those of destroyed groups.
-    If a save in progress uses them, a later call releases them. The first call for a group, type
-    and options is collective.
+    If a save in progress uses them, a later call releases them. All ranks must make each call.
 
     The future reports background failures, on every rank. A staged copy that is still being read is
     never overwritten by the next save: see :class:`~cloudckpt.config.BackgroundOptions` for what

@@ -106,7 +106,7 @@ class SaveProcess:
         """Returns a sender that makes the process send one save.
 
         Args:
-            arena: The memory of the staged copy, if it is in an arena.
+            arena: The memory of the staged copy; None if a custom stager has made it elsewhere.
         """
         return ProcessSender(self, arena, self._options.outlive > 0)
 

@@ -203,7 +203,7 @@ def finish(current: CurrentSave, limit: float) -> None:
 
     Args:
         current: The save.
-        limit: Seconds after which this process ends, finished or not; 0 for at once.
+        limit: Seconds after which this process ends, finished or not; 0: nothing is finished.
     """
     save = current.save
     if save is None or (template := save.job.pending) is None or limit <= 0:

@@ -43,12 +43,17 @@ _chosen: tuple[Config | None, bool] = (None, False)
 
 
 def chosen_config() -> Config | None:
-    """Returns the options given to the last :func:`install`; None if none were or it is undone."""
+    """Returns the options given to the last :func:`install`; None without any, or once reverted."""
     return _chosen[0]
 
 
 def install(config: Config | None = None, trust_pickle: bool = False) -> None:
-    """Replaces functions of torch in this process; implements :func:`cloudckpt.install`."""
+    """Replaces functions of torch in this process; implements :func:`cloudckpt.install`.
+
+    Raises:
+        InstallError: If this torch does not have them in a form that is known; nothing is replaced.
+        ConfigError: If ``config`` is not a Config.
+    """
     global _chosen
     if config is not None:
         config_or_default(config)

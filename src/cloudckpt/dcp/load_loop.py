@@ -102,7 +102,7 @@ class _Terms(NamedTuple):
         gathers: Whether the first rank needs the plans of all ranks.
         shares: Which ranks share their reads, see ``Config.shared_reads``.
         metadata: The metadata that the first rank has read; None if each rank reads them itself, or
-            there is only one.
+            this process loads alone.
     """
 
     location: str = ""

@@ -139,7 +139,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         """Plans this rank's reads as torch's planner does.
 
         Raises:
-            MissingKeyError: If the state dict has keys that the checkpoint lacks, and it must not.
+            MissingKeyError: If the checkpoint lacks keys of the state dict, unless ``partial``.
             ShapeMismatchError: If ``strict``, and a tensor's shape differs from the checkpoint's,
                 or a key is a tensor in the checkpoint, but not in the state dict.
             UnsupportedTensorError: If ``strict``, and a tensor's element type is of a lesser kind
@@ -202,7 +202,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         name of the container, that value is read instead, and stored only if it is a container.
 
         Raises:
-            MissingKeyError: If keys are missing because the value is not a container.
+            MissingKeyError: If keys are missing, since the value is no container, and not
+                ``partial``.
         """
         missing = self._whole.get(read_item.dest_index.fqn)
         if not missing or isinstance(value, (Mapping, list, tuple)):

@@ -210,7 +210,7 @@ class _Delivery:
     """The ranges to read for an item, and the tensors in whose memory it is stored.
 
     Attributes:
-        owner: The entry, or the chunk of a tensor, that the item belongs to.
+        owner: The entry of the state dict, or the chunk of its tensor, that the item belongs to.
         wanted: The ranges to read.
         memory: The tensors whose memory is filled; empty if the item is not a tensor.
         put: Called once the ranges have arrived; None if nothing is left to do then.

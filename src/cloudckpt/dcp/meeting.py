@@ -97,13 +97,13 @@ class RankStatus(NamedTuple):
     Attributes:
         failure: The error that keeps the rank from beginning; None if it can begin.
         earlier: The number of the earlier save that failed with ``failure``; None if this call
-            failed.
+            failed, or nothing did.
         location: The location of the save or load, which must be the same on all ranks; empty if it
             may differ.
         options: Other settings that must be the same on all ranks, each as ``name=value``.
         is_busy: Whether one of its saves is in progress.
         is_stuck: Whether that save makes no progress because the store fails or does not answer.
-        plan: The number of its plan for the save, ``PLAN_ANEW`` or ``PLAN_EACH_TIME``.
+        plan: The number of its plan for the save; or ``PLAN_ANEW`` or ``PLAN_EACH_TIME``.
         version: The version of this package, which must be the same on all ranks.
     """
 
@@ -147,7 +147,7 @@ class RankStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class Consensus:
-    """The result of a meeting, the same on all ranks.
+    """The result of a meeting, the same on all ranks except for ``rank``.
 
     Attributes:
         rank: This rank in the group.

@@ -200,8 +200,8 @@ class CloudStorageReader(OurReader):
 
         Raises:
             CheckpointNotFoundError: If the store says that no committed checkpoint exists.
-            CheckpointError: If torch has saved there with each rank on its own, or a defect of the
-                code prevents reading the metadata.
+            CheckpointError: If torch has saved there with each rank on its own, or an unexpected
+                error prevents reading the metadata.
             UntrustedPickleError: If the metadata name code that is not on the allow-list.
             CheckpointCorruptError: If the commit object is damaged.
             CheckpointReplacedError: If the checkpoint was replaced during each of several attempts

@@ -156,7 +156,7 @@ class CloudStorageWriter(OurWriter):
     Attributes:
         transferred: The bytes and requests of this rank in the last save; None before.
         sender: Uploads the prepared objects, in this process or in a saving process.
-        attempt: The random name of this save, on a rank that commits.
+        attempt: The random name of this save, if this rank commits; otherwise it is not used.
         noted: The notes to be stored with the checkpoint, as bytes.
         hold: On a rank that commits an incremental save, keeps the base from deletion; else None.
         contents: In an incremental save, makes the object that looks up items in the base, given
@@ -307,6 +307,8 @@ class CloudStorageWriter(OurWriter):
 
         Raises:
             CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
+            ConfigError: If the location is the folder of a run.
+            StoreError: If the store refuses or stays unreachable.
         """
         self.wait_for_baseline()
         if self._compared is not None and isinstance(plan, SavePlan):
@@ -330,7 +332,7 @@ class CloudStorageWriter(OurWriter):
         """Waits, on a rank that commits, until it is known what checkpoint the location has.
 
         Raises:
-            CheckpointExistsError: See :meth:`prepare_local_plan`.
+            CloudCheckpointError: See :meth:`prepare_local_plan`.
         """
         if self.commits and self._baseline is not None:
             self._baseline.answer()

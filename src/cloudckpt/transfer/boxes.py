@@ -120,9 +120,9 @@ def plan_boxes(
 ) -> Iterator[BoxBytes]:
     """Plans reading a region of a row-major tensor; yields byte ranges with boxes of the region.
 
-    Consecutive rows form one range. At each dimension, the gaps of a strided region are read if
-    they have at most `merge_gap` bytes; otherwise each part is a separate range. The boxes are
-    relative to the region.
+    Parts of the region that lie next to each other in the tensor form one range. So do parts with
+    gaps of at most `merge_gap` bytes in between, which are read as well. The boxes are relative to
+    the region.
 
     Args:
         shape: The shape of the stored tensor.

@@ -23,7 +23,7 @@ from cloudckpt.transfer.group import TaskGroup
 __all__ = ["FIRST", "LaneSearch", "transfer_group"]
 
 FIRST = 8
-"""The number of lanes that a transfer begins with."""
+"""The number of lanes that a transfer begins with, unless an earlier one has found a better."""
 
 _ALL = 7 / 8
 """The share of the lanes that must move bytes for all of them to count as started."""
@@ -75,8 +75,8 @@ def transfer_group(store: RangeReader, config: Config, direction: Direction) -> 
         store: The target or source.
         config: Options; ``connections`` sets the number. ``"auto"`` searches for it if the store
             counts the bytes moved, and otherwise uses ``requests_at_once``.
-        direction: The direction of the transfer. Tasks of an "in" group must keep no memory alive
-            while they are queued: any number of them may be queued.
+        direction: "out" to the store, or "in" from it. Tasks of an "in" group must keep no memory
+            alive while they are queued: any number of them may be queued.
     """
     width, pace = config.requests_at_once, None
     if config.connections == "auto" and store.moved(()) is not None:

@@ -55,7 +55,7 @@ class CopyTask:
 
 
 class MismatchError(CheckpointCorruptError):
-    """The received bytes of an object do not match its checksum.
+    """The received bytes of an object, or a store's copy of it, do not match its checksum.
 
     The object is damaged, or was damaged during the transfer.
     """
@@ -86,7 +86,7 @@ def relay(
         config: Options.
         stats: Transfer counters.
         moved: Called with the bytes copied since the last call, from any thread.
-        arrived: Called with the task of each completed copy.
+        arrived: Called with the task of each completed copy, also if others fail.
 
     Raises:
         CheckpointCorruptError: If an object is missing or was replaced.

@@ -45,8 +45,8 @@ logger = logging.getLogger("cloudckpt")
 _GRAIN = MIB  # bytes; unverified data may be cut at multiples of it
 
 MERGE_GAP = MIB
-"""Unneeded bytes between needed ones that are read, up to this many, to save a request. It is the
-same on all ranks of a job, as they must cut shared reads alike.
+"""The most unneeded bytes between needed ones that are read to save a request. It is the same on
+all ranks of a job, as they must cut shared reads alike.
 """
 
 
@@ -81,8 +81,8 @@ def download(
         wanted: The ranges, with their sinks.
         config: Options.
         stats: Transfer counters.
-        damaged: Called with each damage, from any thread. If it does not raise, the other requests
-            are still read, but the request with the damaged bytes is not delivered.
+        damaged: Called with the error of each request with damaged bytes, from any thread. If it
+            does not raise, that request is not delivered, but the others are.
         shared: Fetches the ranges that other ranks need as well; it was created with the segments
             of ``wanted``.
         request_size: Most bytes of a request; by default it follows from ``wanted``.

@@ -15,7 +15,7 @@ from cloudckpt.transfer.upload import ObjectUpload
 __all__ = ["PACKED_BELOW", "Packer"]
 
 PACKED_BELOW = 64 * 1024
-"""Items of fewer bytes are packed; larger ones are sent from their own memory."""
+"""Items of fewer bytes are packed; larger ones are sent separately."""
 
 _ZEROS = bytes(ALIGNMENT)
 

@@ -46,7 +46,7 @@ class Piece:
         start: The offset of the bytes in that item's raw data.
         lease: The lent memory that contains ``view``; None if no pool has lent it.
         owner: What keeps the memory of ``view`` alive, such as a tensor; None if ``view`` does.
-        ready: Waits until the bytes are there; None if they are.
+        ready: Waits for the bytes, or fetches them; None if they are there.
         item: The name of the item that the bytes belong to, for messages; None if there is none.
         made: Fills in the bytes, once the checksums of all bytes before them are known; None if
             they are there.
@@ -157,7 +157,7 @@ class PartCutter:
 
 
 def even_share(nbytes: int, connections: int, *, each: int = 4) -> int:
-    """Returns the request size at which each connection sends `each` requests: 16 MiB to 64 MiB.
+    """Returns the bytes of a request if each connection sends `each`: 16 MiB to 64 MiB.
 
     A request costs about half a millisecond of Python, so requests are large; but a connection
     should send several, so that a fast connection can take over work from a slow one.
@@ -183,9 +183,9 @@ def choose_part_size(
             for an automatic one.
         capabilities: The limits of the store.
         connections: The number of parts sent at a time.
-        copied: The memory budget in bytes, if parts hold copies; None if not. A part may then take
-            a sixth of it: two parts are held back at a time, and fragmentation wastes up to half of
-            the pool.
+        copied: The memory budget in bytes, if parts hold copies; None if not. A part then takes at
+            most a sixth of it, unless the store demands more: two parts are held back at a time,
+            and fragmentation wastes up to half of the pool.
     """
     size = wanted or max(
         nbytes // _PARTS_AIMED_AT,

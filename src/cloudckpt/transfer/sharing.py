@@ -205,7 +205,7 @@ class RingAllgather:
             download: Fetches and delivers the requests.
             ring: The ranks.
             requests: The requests of all ranks, the same on each.
-            budget: The bytes of requests that this rank may hold in memory at a time.
+            budget: About how many bytes of requests this rank may hold in memory at a time.
 
         Raises:
             MemoryError: If this memory can't be allocated; the other ranks do not learn of it.
