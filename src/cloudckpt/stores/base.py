@@ -91,7 +91,7 @@ class ObjectInfo:
 
     @property
     def age(self) -> float | None:
-        """Seconds from the last write to the response, in whole seconds; None if unknown."""
+        """Seconds from the last write to the response, accurate to a second; None if unknown."""
         if self.answered is None or self.modified is None or self.answered < self.modified:
             return None
         return self.answered - self.modified
@@ -205,8 +205,9 @@ class ObjectStore(RangeReader):
     """A bucket of an object store. Safe to use from many threads; every process opens its own.
 
     All methods raise :class:`~cloudckpt.errors.StoreError` or a subclass, which is ``certain`` only
-    if the request was certainly not carried out: a commit depends on that. Methods that move
-    payload take ``progress``, see :data:`Progress`.
+    if the request was certainly not carried out: a commit depends on that. Writes of local files
+    also raise CommitUnknownError. Methods that move payload take ``progress``, see
+    :data:`Progress`.
     """
 
     root: str

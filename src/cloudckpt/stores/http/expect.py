@@ -39,7 +39,7 @@ class _Head:
 
 
 class Response(http.client.HTTPResponse):
-    """An HTTP response with whole headers, which skips interim ones (http.client only 100)."""
+    """A final HTTP response with all of its headers; http.client skips only the interim 100."""
 
     def begin(self) -> None:
         fp = self.fp

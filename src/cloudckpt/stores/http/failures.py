@@ -19,7 +19,7 @@ __all__ = ["causes", "failure", "lasting_tls_failure"]
 _TUNNEL = re.compile(r"Tunnel connection failed: (4\d\d)\b.*")
 _TRUST = (
     "if the endpoint uses its own certificate authority, name the file with its certificates "
-    "in AWS_CA_BUNDLE (s3://) or REQUESTS_CA_BUNDLE (gs://, az://)"
+    "in AWS_CA_BUNDLE (s3://, hf://) or REQUESTS_CA_BUNDLE (gs://, az://)"
 )
 # OpenSSL's reason codes; RECORD_LAYER_FAILURE since 3.2
 _LASTING = (
@@ -73,8 +73,8 @@ def lasting_tls_failure(
     if (unread := _unread_file(chain)) is not None:
         return TLSError(
             f"the certificates of the authorities{f' in {bundle}' if bundle else ''} can't be "
-            f"read, so {host} can't be verified; correct AWS_CA_BUNDLE (s3://) or "
-            "REQUESTS_CA_BUNDLE, which name their file, or unset the variable",
+            f"read, so {host} can't be verified; correct AWS_CA_BUNDLE (s3://, "
+            "hf://) or REQUESTS_CA_BUNDLE, which name their file, or unset the variable",
             cause=unread,
             certain=True,
         )
