@@ -50,7 +50,10 @@ async def exists(uri: URILike, *, config: Config | None = None) -> bool:
 async def latest(
     run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> str | None:
-    """Returns the URI of a run's newest step, or None; see :func:`cloudckpt.latest`."""
+    """Returns the URI of a run's newest committed step that is not abandoned; None if it has none.
+
+    See :func:`cloudckpt.latest`.
+    """
     found = Run(run, step_name=step_name, config=config)
     step = await _request(found.view, lambda view: found.through(view).newest())
     return None if step is None else str(found.uri(step))

@@ -298,8 +298,8 @@ class SyncCheckpointer(Checkpointer):
 class AsyncCheckpointer(Checkpointer):
     """Saves in the background: in a process beside the trainer, or in a thread of the trainer.
 
-    The process and the memory of the copy are kept from one save to the next; the process starts
-    with the checkpointer, during the first training steps.
+    The process and the memory of the copy are kept from one save to the next. Making the
+    checkpointer starts the process, which becomes ready while the trainer goes on.
     """
 
     @collective("AsyncCheckpointer()")

@@ -205,9 +205,9 @@ class Blocks:
     def bad(self, first: int, views: Sequence[memoryview]) -> list[int]:
         """Returns the numbers of damaged blocks; empty if there are none.
 
-        The combined checksum of all blocks is compared first, with one call for each view, as after
-        each call this thread may have to wait for the GIL. Only if it differs is each block
-        checked.
+        The combined checksum of all blocks is compared first. This takes one call for each view:
+        after each call, this thread may have to wait for the GIL. Only if the combined checksum
+        differs is each block checked.
 
         Args:
             first: The number of the first block to check.

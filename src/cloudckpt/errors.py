@@ -380,8 +380,8 @@ class CheckpointCorruptError(CheckpointError):
     """Bytes of the checkpoint are missing, were replaced, or do not match their checksum.
 
     Attributes:
-        damages: The damages found: a load stops at the first, a verification finds all. By default
-            one, for the object at ``uri``.
+        damages: The damages found: by a verification all, by a load those in the request that
+            failed first. By default one, for the object at ``uri``.
     """
 
     def __init__(self, message: str, *, damages: Sequence[Damage] = (), **context: Any) -> None:
@@ -435,8 +435,8 @@ class MissingKeyError(CheckpointError, KeyError):
 class ShapeMismatchError(CheckpointError, ValueError):
     """A tensor's shape differs from its target's, or from the shape that a save has planned.
 
-    This is also raised if the target is not a tensor, if an optimizer has other parameter groups
-    than the saved one, and by functions that convert no element types, if these differ.
+    This is also raised if the target is not a tensor; if an optimizer has other parameter groups
+    than the saved one; or if element types differ, by functions that do not convert them.
     """
 
 

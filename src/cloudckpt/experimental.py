@@ -205,7 +205,7 @@ class CloudCheckpointReader(CheckpointReader):
 
 
 class _Part(NamedTuple):
-    """A part of a file that is read into a state dict.
+    """What is noted while the values of a file are put into a state dict.
 
     Attributes:
         uri: The file.
@@ -240,8 +240,8 @@ def _merged(target: Any, source: Any, path: str, part: _Part) -> Any:
     types: tuple[type[Any], ...] = (torch.Tensor, dict, type(source))
     if not isinstance(target, next(one for one in types if isinstance(source, one))):
         raise CheckpointError(
-            f"{path or 'the state'} is a {type(target).__name__}, but the file has a "
-            f"{type(source).__name__} there: pass None in its place to load the file's value",
+            f"{path or 'the state'} is of class {type(target).__name__}, but in the file of class "
+            f"{type(source).__name__}: pass None in its place to load the file's value",
             uri=part.uri,
             item=path,
         )

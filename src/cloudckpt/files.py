@@ -231,7 +231,7 @@ def _opened(data: FileData) -> Iterator[tuple[BinaryIO, int]]:
         wanted = "bytes, the path of a file (a pathlib.Path), or a file that is open in binary mode"
         if isinstance(given, str):
             wanted = "data.encode() if it is text, or pathlib.Path(data) if it is a file's path"
-        raise TypeError(f"data is a {type(data).__name__}: give {wanted}")
+        raise TypeError(f"data is of class {type(data).__name__}: give {wanted}")
 
 
 def _put_on_condition(

@@ -272,8 +272,8 @@ def torch_save_to_dcp(
     state = retry_if_replaced(load)
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"the file contains a {type(state).__name__}, but only a dict can be converted to a "
-            "checkpoint: save a state_dict() instead",
+            f"the file contains an object of class {type(state).__name__}, but only a dict can be "
+            "converted to a checkpoint: save a state_dict() instead",
             uri=str(uri),
         )
     return save(state, checkpoint_id=to, no_dist=True, config=config)

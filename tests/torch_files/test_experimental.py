@@ -159,9 +159,9 @@ ROOM = torch.zeros(5)
     ("wanted", "error", "words"),
     [
         ({"model": {"weight": torch.zeros(3)}}, ShapeMismatchError, r"model\.weight"),
-        ({"step": "seven"}, CheckpointError, "step is a str"),
-        ({"groups": [None, 3]}, CheckpointError, r"groups\[1\] is a int"),
-        ({"model": torch.zeros(3)}, CheckpointError, "model is a Tensor"),
+        ({"step": "seven"}, CheckpointError, "step is of class str"),
+        ({"groups": [None, 3]}, CheckpointError, r"groups\[1\] is of class int"),
+        ({"model": torch.zeros(3)}, CheckpointError, "model is of class Tensor"),
         ({"s": torch.zeros(4, 4)}, CheckpointError, "sparse"),
         ({"u": ROOM[1:], "v": ROOM[:4]}, KeyCollisionError, "u and v share memory"),
     ],

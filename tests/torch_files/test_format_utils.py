@@ -185,7 +185,7 @@ BROKEN = {
     "truncated": (_GOOD[:-30], CheckpointCorruptError, "truncated"),
     "a few bytes": (_GOOD[:7], CheckpointCorruptError, "truncated"),
     "missing": (None, CheckpointNotFoundError, "no file here"),
-    "no dict": (bytes_of_file(numbered(3)), CheckpointError, "contains a Tensor"),
+    "no dict": (bytes_of_file(numbered(3)), CheckpointError, "of class Tensor"),
 }
 
 

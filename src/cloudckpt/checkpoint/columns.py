@@ -41,7 +41,7 @@ _WIDTHS = (1, 2, 4, 8)  # bytes of a difference
 
 
 def column_of(numbers: Sequence[Any]) -> torch.Tensor:
-    """Returns a list of numbers, or of lists of them, as an int64 tensor (a matrix) on the CPU."""
+    """Returns a list as an int64 tensor on the CPU; a list of lists, its rows, as a matrix."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
@@ -94,7 +94,7 @@ def numbers_in(
 ) -> torch.Tensor:
     """Returns ``count`` little-endian numbers of a type, from byte ``start`` of a writable buffer.
 
-    The result shares the buffer's memory if ``start`` is aligned.
+    The result shares the buffer's memory if ``start`` is a multiple of the size of a number.
     """
     if not count:
         return torch.empty(0, dtype=dtype, device="cpu")
@@ -152,7 +152,7 @@ class PackedColumns:
         return torch.from_numpy(np.cumsum(differences, dtype=np.int64))
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns the next ``columns`` columns, each of ``rows`` numbers, as a matrix."""
+        """Returns the next ``columns`` columns, each of ``rows`` numbers, as those of a matrix."""
         found = [self.take(rows) for _ in range(columns)]
         return torch.stack(found).t() if found else unfilled(rows, 0)
 

@@ -95,7 +95,7 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
 
     Raises:
         ConfigError: If the store ignores or refuses conditions, and ``setting`` is ``auto``.
-        StoreError: If the test fails.
+        StoreError: If a request of the test fails, so that nothing is known.
     """
     if setting == "off":
         logger.warning(
@@ -170,7 +170,7 @@ def commit(
 
     Before each try, ``check`` is called; an error that it raises ends the commit.
 
-    A try certainly failed only if the store itself says so (:class:`StoreError`). The outcome of
+    A try certainly failed only if the store itself says so (``StoreError.certain``). The outcome of
     any other failure is unknown: a gateway may answer 503 although the request is carried out
     seconds later, after a HEAD request has seen no commit object. After such a try, this returns
     only if the commit object is this save's. It reports a conflict only if the store has refused a
@@ -271,7 +271,7 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
 
 
 def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
-    """Parses a deleted or replaced commit object; if damaged, logs a warning and returns None."""
+    """Parses a deleted or replaced commit object; returns None, with a warning, if it can't."""
     try:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:

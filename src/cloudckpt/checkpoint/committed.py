@@ -99,9 +99,10 @@ class CommitObject:
     Attributes:
         info: Key, size and version of the commit object.
         metadata: torch's metadata; made lazily if there is a record.
-        record: The record of cloudckpt; None if another writer wrote the commit object.
+        record: The record of cloudckpt; None if another library saved the checkpoint.
         notes: The notes, as stored; empty if there are none.
-        trailer: The trailer; None if another writer wrote the commit object.
+        trailer: The trailer; None if another library wrote the commit object. The copy of another
+            library's checkpoint has a trailer, but no record.
         is_whole: Whether all bytes were read, so that torch's pickle was also compared with its
             checksum, if it has one.
     """
@@ -120,19 +121,19 @@ class CommitObject:
 
     @property
     def objects(self) -> Sequence[WrittenObject]:
-        """The data objects of the checkpoint; empty if another writer wrote it."""
+        """The data objects of the checkpoint; empty if another library saved it."""
         return () if self.record is None else self.record.objects
 
     @property
     def checksum(self) -> ChecksumAlgorithm | None:
-        """The algorithm of the checkpoint's checksums; None if another writer wrote it."""
+        """The algorithm of the checkpoint's checksums; None if another library saved it."""
         return None if self.record is None else self.record.checksum
 
     @property
     def structure(self) -> Structure:
         """What torch's metadata lack: keys that are not strings, and empty dicts.
 
-        It is empty if another writer wrote the checkpoint.
+        It is empty if another library saved the checkpoint.
         """
         return Structure() if self.record is None else self.record.structure
 

@@ -96,8 +96,8 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         ) from exc
     if not isinstance(metadata, Metadata):
         raise CheckpointCorruptError(
-            f"the metadata is a {type(metadata).__name__}, not torch's Metadata: this is not a "
-            "checkpoint, or it is damaged; check the location, or load an older checkpoint",
+            f"the metadata is of class {type(metadata).__name__}, not of torch's Metadata: this is "
+            "no checkpoint, or damaged; check the location, or load an older checkpoint",
             uri=uri,
         )
     return metadata

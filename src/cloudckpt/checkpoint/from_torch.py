@@ -140,7 +140,7 @@ def _is_plain(item: WriteItem) -> bool:
 
 
 def _kind(item: WriteItem) -> tuple[Any, ...]:
-    """Returns an item's type and, of a tensor, shape and dtype: equal for all items of a name."""
+    """Returns what all items of a name have in common: type and, of a tensor, shape and dtype."""
     data = item.tensor_data
     return (item.type, *(() if data is None else (data.size, data.properties.dtype)))
 
@@ -149,7 +149,7 @@ def _paths(planner_data: Any) -> Paths | None:
     if planner_data is None:
         return None
     if type(planner_data) is not dict:
-        raise NotInColumnsError(f"planner_data is a {type(planner_data).__name__}, not a dict")
+        raise NotInColumnsError(f"planner_data is of class {type(planner_data).__name__}, not dict")
     for name, path in planner_data.items():
         if type(name) is not str or type(path) is not tuple or not all(map(_is_element, path)):
             raise NotInColumnsError(

@@ -78,14 +78,15 @@ def index_bytes(
     checksums: Sequence[int],
     algorithm: ChecksumAlgorithm,
 ) -> bytes:
-    """Returns the bytes of an index, given its columns, with one entry for each item.
+    """Returns the bytes of an index.
 
     Args:
-        heads: Bytes of the envelopes before the payloads (:mod:`cloudckpt.checkpoint.envelope`).
-        tails: Bytes of the envelopes after the payloads.
-        codes: The numbers of the element types; 0 for a pickled value.
-        raw_lengths: Bytes of the payloads.
-        checksums: The checksums of all blocks of all items, in their order.
+        heads: For each item, the bytes of the envelope (:mod:`cloudckpt.checkpoint.envelope`)
+            before its payload.
+        tails: For each item, the bytes of the envelope after its payload.
+        codes: For each item, the number of its element type; 0 for a pickled value.
+        raw_lengths: For each item, the bytes of its payload.
+        checksums: The checksums of all blocks of the first item, then those of the next, and so on.
         algorithm: The algorithm of the checksums.
     """
     count = len(codes)

@@ -149,7 +149,7 @@ def continued_from(pairs: object) -> dict[str, int]:
 
 
 def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
-    """Converts metrics to floats; also accepts scalars of torch and numpy.
+    """Converts metrics to floats; also accepts scalars of torch and numpy, and None for no metrics.
 
     Raises:
         ConfigError: If a name is not a string, or a value not a number.
@@ -201,7 +201,7 @@ def _plain(value: Any) -> Any:
         TypeError: If the value is not such a scalar.
     """
     if not hasattr(value, "item"):
-        raise TypeError(f"a {type(value).__name__} can't be written as JSON")
+        raise TypeError(f"an object of class {type(value).__name__} can't be written as JSON")
     return value.item()
 
 

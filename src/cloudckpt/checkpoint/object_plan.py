@@ -64,7 +64,7 @@ def send(
         destination: The checkpoint, the rank, and options.
         store: The destination's store.
         plans: The plans, in order; the next plan is taken only after all bytes of the previous one
-            were passed to an upload.
+            were copied, or passed to an upload.
         buffers: The memory that the plans refer to.
         group: The threads that send requests.
         stats: Counts the bytes sent.

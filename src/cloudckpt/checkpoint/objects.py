@@ -124,7 +124,7 @@ def trial_name(attempt: str) -> str:
 
 
 def probe_name(of: Literal["doctor", "sweep"], drawn: str) -> str:
-    """Returns the prefix of the names of temporary objects on which a store is tested.
+    """Returns the name, or the prefix of names, of temporary objects on which a store is tested.
 
     Args:
         of: What tests the store.
@@ -165,7 +165,7 @@ def checked(name: object, uri: str) -> str:
     """
     if not isinstance(name, str):
         raise CheckpointCorruptError(
-            f"invalid metadata: the name of an object is a {type(name).__name__}, not a string; "
+            f"invalid metadata: the name of an object is of class {type(name).__name__}, not str; "
             "restore the metadata object, or load an older checkpoint",
             uri=uri,
         )

@@ -73,7 +73,7 @@ class Pending:
         return dataclasses.replace(self, sent=sent)
 
     def finished(self, objects: Sequence[WrittenObject]) -> Pending:
-        """Returns the final content, once the store has all ``objects`` of this rank."""
+        """Returns the content to leave once the store has all ``objects`` of this rank."""
         return dataclasses.replace(self, objects=(*objects, *self.references), references=())
 
     def to_bytes(self) -> bytes:

@@ -186,7 +186,8 @@ class Builder:
     Args:
         constructors: The constructors, by the full names of the classes and functions.
         constants: The classes and other constants that may be values, by their full names.
-        others: Makes the value of a stub without a constructor, or raises UnknownNameError.
+        others: Makes the value of a stub without a constructor, or raises UnknownNameError; None
+            if all such stubs are refused.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class _Item:
     """An item as the metadata describe it.
 
     Attributes:
-        name: The name of its object.
+        name: The name of the object that holds the item.
         whole: All bytes of the item.
         shape: The shape of its chunk; empty for scalars, for values that are not tensors, and if
             the checkpoint has no indexes.
@@ -130,7 +130,8 @@ class Places:
             config: Options.
             damaged: Called with the error of a damaged index. If it does not raise, that object's
                 content is unknown, and left out by :meth:`sources`.
-            names: The objects, and an item of each that an error names; None for all objects.
+            names: The names of the objects whose indexes are read, each with the name of an item in
+                the object, for errors; None for all objects.
             stats: Counts the bytes read.
 
         Raises:

@@ -161,10 +161,10 @@ class Memory(Protocol):
         """Returns the offset of an address in the state's buffer; None if it is outside."""
 
     def put(self, view: memoryview, owner: object) -> tuple[int, int]:
-        """Takes bytes, kept alive by ``owner``; returns their buffer number and offset."""
+        """Takes bytes, which ``owner`` keeps alive; returns their buffer's number, and offset."""
 
     def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Takes a tensor's elements in row-major order; returns buffer number and offset."""
+        """Takes a tensor's elements, in row-major order; returns the same as :meth:`put`."""
 
 
 class Layout(Protocol):

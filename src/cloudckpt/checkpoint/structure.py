@@ -53,7 +53,12 @@ class Structure:
 
     @classmethod
     def merged(cls, parts: Sequence[Structure], uri: str) -> Structure:
-        """Merges the structures of all ranks; of contradicting keys, the lowest rank's is used."""
+        """Merges the structures of all ranks; of contradicting keys, it uses the lowest rank's.
+
+        Args:
+            parts: The structure of each rank.
+            uri: The checkpoint, for messages.
+        """
         if all(part == parts[0] for part in parts):  # as in most jobs
             return parts[0] if parts else cls()
         keys: dict[Path, Key] = {}
@@ -101,7 +106,7 @@ class Structure:
             uri: The checkpoint, for messages.
 
         Raises:
-            CheckpointCorruptError: If the paths contradict each other, or are too long.
+            CheckpointCorruptError: If the paths are invalid, too long, or contradict each other.
         """
         try:
             if not isinstance(paths, Mapping):
@@ -205,8 +210,8 @@ class Flat:
     """A state dict flattened as torch does it, with the keys and empty dicts that get lost.
 
     Attributes:
-        values: The values that torch does not flatten, by the names that torch gives them. It
-            flattens dicts, and lists that contain a tensor or a dict (:func:`is_flattened`).
+        values: The values that torch does not flatten, by the names that torch gives them. Dicts
+            are flattened, and lists that contain a tensor or a dict (:func:`is_flattened`).
         paths: The path of each of these values, by its name.
         keys: The key of a dict entry, by its path, if it is not a plain string.
         empty: The paths of the empty dicts.
@@ -293,7 +298,7 @@ class Flat:
 
 
 def is_flattened(value: list[Any]) -> bool:
-    """Returns whether torch flattens a list: if it, or a list in it, has a tensor or dict."""
+    """Returns whether torch flattens a list: if it, or any list in it, has a tensor or dict."""
     kinds = {*map(type, value)}
     if any(issubclass(kind, (torch.Tensor, Mapping)) for kind in kinds):
         return True

@@ -177,9 +177,9 @@ class Table:
 
     @functools.cached_property
     def _numbers(self) -> tuple[memoryview, ...]:
-        """The fields of each name's entry as memoryviews, reading from which makes no tensor.
+        """The columns ``form_of``, ``counts``, ``firsts`` and ``places`` as memoryviews.
 
-        They are ``form_of``, ``counts``, ``firsts`` and ``places``.
+        Reading a number from a memoryview makes no tensor.
         """
         columns = (self.form_of, self.counts, self.firsts, self.places)
         return tuple(column.numpy().data for column in columns)
@@ -232,7 +232,7 @@ class Table:
         return next(islice(self.names, number, None))
 
     def name_of(self, row: int) -> str:
-        """Returns the name of a row."""
+        """Returns the name to which a row belongs."""
         ends = self.counts.cumsum(0)
         return self.name_at(int(torch.searchsorted(ends, column_of([row]), right=True)))
 
@@ -334,12 +334,12 @@ def numbered(names: Sequence[str]) -> dict[str, int]:
 def rows_by_dims(
     dims: torch.Tensor, counts: torch.Tensor, wanted: Iterable[int]
 ) -> dict[int, torch.Tensor]:
-    """Returns, for each number of dimensions in ``wanted``, the rows of such tensors' chunks.
+    """Returns the rows of tensors' chunks, by the tensors' number of dimensions.
 
     Args:
         dims: The number of dimensions of each name; -1 for a value.
         counts: The number of rows of each name.
-        wanted: Numbers of dimensions.
+        wanted: The numbers of dimensions for which to return rows.
     """
     of_rows = repeated(dims, counts)
     return {one: (of_rows == one).nonzero().view(-1) for one in wanted}

@@ -114,7 +114,10 @@ class _Opcodes:
         self._count += 1
 
     def _remember(self, value: Any) -> None:
-        """Puts a value into the pickle's memo, unless it is there; only 256 values fit."""
+        """Puts a value into the pickle's memo, unless it is there.
+
+        It must be one of the first 256 values there, as they are recalled by one byte.
+        """
         if (code := _coded(value)) not in self._gets:
             self._memoize(self._short(value))
             self._gets = {code: b"h" + bytes([self._count - 1]), **self._gets}

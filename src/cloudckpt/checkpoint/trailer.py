@@ -98,7 +98,7 @@ class Trailer:
 
     @classmethod
     def at_end_of(cls, data: bytes | bytearray, uri: str) -> Trailer | None:
-        """Returns the trailer at the end of ``data``; None if there is none, as of other writers.
+        """Returns the trailer at the end of ``data``; None if another library wrote the object.
 
         Raises:
             CheckpointCorruptError: If the version of the format is unknown, as that of a newer
@@ -125,7 +125,7 @@ def notes_at_end(tail: bytes | bytearray, uri: str) -> bytes:
     """Returns the notes in ``.metadata``; empty if there are none, or another writer wrote it.
 
     Args:
-        tail: The last :data:`TAIL` bytes of ``.metadata``, or all if it has fewer.
+        tail: The last :data:`TAIL` or more bytes of ``.metadata``, or all if it has fewer.
         uri: The object, for messages.
 
     Raises:
@@ -158,7 +158,7 @@ def pickle_in(data: bytes | bytearray, uri: str) -> memoryview:
         uri: The object, for messages.
 
     Raises:
-        CheckpointCorruptError: If it is damaged.
+        CheckpointCorruptError: If it does not match its checksum; another writer's has none.
     """
     if (trailer := Trailer.at_end_of(data, uri)) is None:
         return memoryview(data)

@@ -168,7 +168,7 @@ def load_tensor(
     loaded = load_item(data, item, uri, trust=trust)
     if not isinstance(loaded, torch.Tensor):
         raise CheckpointCorruptError(
-            f"{item} is a {type(loaded).__name__}, although the metadata describes it as a "
+            f"{item} is of class {type(loaded).__name__}, although the metadata describes it as a "
             "tensor: load an older checkpoint",
             uri=uri,
             item=item,
@@ -182,7 +182,7 @@ def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
     The latter also accepts the classes that the module's docstring lists; no other code runs.
 
     Raises:
-        pickle.UnpicklingError: If the file needs any other code.
+        pickle.UnpicklingError: If the file needs any other code, or its pickle is invalid.
     """
     start = file.tell()
     try:
