@@ -170,10 +170,13 @@ class ModelCommit:
         return [one for one in begun if isinstance(one, Upload)]
 
     def complete(self, parts: Sequence[Sequence[Part]]) -> None:
-        """Completes the files, each from its parts, and then writes the index.
+        """Makes the model visible: completes its files, and then writes the index, if it has one.
 
         If this raises, the uploads have been aborted and completed files deleted already, unless
         the error is a :class:`CommitUnknownError`.
+
+        Args:
+            parts: The parts that all ranks have sent, by file.
 
         Raises:
             IncompleteSaveError: If parts of a file are missing.

@@ -89,9 +89,9 @@ def export_checkpoint(
 
     The files are those of :func:`save`, and are committed in the same way. If the store can copy
     ranges, and reach both locations with the same credentials, it copies nearly all bytes itself.
-    Otherwise, and if types are converted, or tensors were not divided along their first dimension,
-    this process writes the files one after another, in about ``max_shard_size`` bytes of memory.
-    Call it on one rank: it uses no collectives.
+    Otherwise, and if types are converted, or tensors were divided along another dimension than the
+    first, this process writes the files one after another, in about ``max_shard_size`` bytes of
+    memory. Call it on one rank: it uses no collectives.
 
     Args:
         source: The location of a committed checkpoint, of cloudckpt or of torch.
@@ -351,7 +351,7 @@ class Range:
 def cut(
     header: bytes, stored: Iterable[StoredBytes], *, least: int, most: int
 ) -> Iterator[Range | list[bytes | Range]]:
-    """Cuts a file into parts: ranges that the store can copy, and lists of what must be sent.
+    """Cuts a file into parts: a range is copied by the store, the contents of a list are sent.
 
     Each part has at least ``least`` bytes, except the last. Ranges are cut at blocks that have a
     checksum, if there are any, so that the checksum that the store reports for a copy can be

@@ -294,7 +294,10 @@ class OwnLine(CommitHook):
         return self.claimed_by, is_there
 
     def _begin(self, saves: bool) -> Future[Owner]:
-        """Begins to claim the run under a new job name, in another thread; see :meth:`claim`.
+        """Begins to claim the run under a new job name; the requests are sent by another thread.
+
+        Args:
+            saves: As for :meth:`claim`.
 
         Returns:
             The future of the new claim.

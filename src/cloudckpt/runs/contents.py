@@ -175,7 +175,10 @@ class ReadContent:
                 yield _stored(name, known.shape, known.form.dtype, known.count)
 
     def item(self, name: str, entry: object) -> StoredItem:
-        """Describes one entry, given its name, and torch's metadata of it; None for no tensor."""
+        """Describes the entry of a name; ``entry`` is torch's metadata of it.
+
+        If this is not the metadata of a tensor, the entry is a pickled value.
+        """
         if isinstance(entry, TensorStorageMetadata):
             return _stored(name, tuple(entry.size), entry.properties.dtype, len(entry.chunks))
         nbytes = self.places.wholes([MetadataIndex(name)])[0].nbytes

@@ -67,12 +67,12 @@ def copy(
     fails or is interrupted deletes the objects that it has written.
 
     Of a run, each folder with a committed checkpoint is copied to a folder of the same name. The
-    run's claim, which decides which steps are abandoned, is copied, too, unless another training
-    has claimed the target.
-    Uncommitted checkpoints and other files are not copied. A damaged checkpoint is skipped, and
-    reported at the end. A checkpoint that is deleted during the copy, for example by the retention
-    of a running job, is left out and logged. A checkpoint that the target already has, with equal
-    checksums, is not copied again, so the same call continues an interrupted copy of a run.
+    run's claim, which decides which steps are abandoned, is copied, too, unless a job has claimed
+    the target itself. Uncommitted checkpoints and other files are not copied. A damaged checkpoint
+    is skipped, and reported at the end. A checkpoint that is deleted during the copy, for example
+    by the retention of a running job, is left out and logged. A checkpoint that the target already
+    has, with equal checksums, is not copied again, so the same call continues an interrupted copy
+    of a run.
 
     A folder is a checkpoint or a run, never both. If ``source`` is a checkpoint and ``target`` an
     existing run, the copy is put into the run under the name of the source's folder, as with

@@ -119,7 +119,8 @@ class Preemption:
         """Restores the previous handlers, if this was the last watcher of their signals.
 
         A handler that was set after :meth:`watch` stays; if it calls the handler of this class, the
-        latter only calls the previous handler.
+        latter only calls the previous handler. The same applies outside of the main thread, where
+        Python can't set handlers.
         """
         for number in self._signals:
             if number in _handled:
@@ -154,7 +155,7 @@ class _Signal:
         self._watchers.append(watcher)
 
     def ignore(self, watcher: Preemption) -> None:
-        """Removes a watcher; restores the previous handler if it was the last one."""
+        """Removes a watcher; if it was the last one, restores the previous handler if possible."""
         if watcher not in self._watchers:
             return
         self._watchers.remove(watcher)

@@ -151,7 +151,7 @@ def delete_steps(
         history: The notes of its steps.
         steps: The steps.
         check: Called right before each deletion; if it raises, the step is not deleted.
-        deleted: Called with each step that is gone, before its data is deleted.
+        deleted: Called with each step that is gone, even if its data can't be deleted afterwards.
         in_use: The steps that this job saves or loads now; they are not deleted. None if it neither
             saves nor loads.
 

@@ -264,7 +264,7 @@ class _Sweep:
         return replace(self._run.root, prefix=folder)
 
     def _uncommitted(self, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
-        """Returns the given objects of files that no manifest names, if all manifests can be read.
+        """Returns those of some objects that no manifest names; none if a manifest is damaged.
 
         ``old`` has contents and records of files, all in one folder; manifests may be in this
         folder and those above it (:mod:`cloudckpt.checkpoint.file_folder`).

@@ -98,7 +98,7 @@ class _Object:
         whole: The bytes to read.
         algorithm: The algorithm of ``checksum``; None if the bytes have no checksum as a whole.
         checksum: The checksum of all the bytes.
-        items: The items in the object.
+        items: The items in a whole object; empty for a single item.
     """
 
     whole: StoredBytes

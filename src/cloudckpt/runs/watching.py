@@ -118,7 +118,7 @@ class Watch:
     def look(self, view: View, step: int) -> CheckpointSummary | None:
         """Returns a step's checkpoint if it is committed and was not returned before; else None.
 
-        A checkpoint that has replaced another one was not returned before.
+        If the checkpoint was replaced since, it is returned again.
         """
         commit = find_commit(view.look, self.run.uri(step))
         if commit is None:

@@ -152,7 +152,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
         return folders.names(key)
 
     def exists(self, path: Path) -> bool:
-        """Returns whether a file exists, or a folder that is committed or written by this job."""
+        """Returns whether there is a file at a path, or a folder with files, that this job sees."""
         folders, key = self._at(path)
         return folders.exists(key)
 
