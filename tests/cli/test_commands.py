@@ -131,9 +131,7 @@ FAILING = {
     "rm PATH/run --yes": (3, "--recursive"),
     f"rm {STEP_4}": (2, "--yes"),
     "rm PATH/run/step-8 --dry-run": (3, "no committed checkpoint"),
-    "prune PATH/run --max-to-keep 0 --yes": (2, "max_to_keep=0"),
     "prune PATH/run --max-to-keep 1 --best-metric loss": (2, "best_mode"),
-    "sweep PATH/run --older-than 24": (2, "90s"),
     f"verify {STEP_4} --endpoint-url http://x": (2, "--endpoint-url"),
     "cp s3://a/b gs://c/d --endpoint-url http://x": (2, "several clouds"),
 }

@@ -472,7 +472,7 @@ def test_a_forked_process_is_refused_and_ends_by_its_signal(run) -> None:
 # restoring
 
 
-def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run) -> None:
+def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run, caplog) -> None:
     base = f"{run}-base"
     fill(base, 3, 8)
     for source, options in ((base, {}), (f"{base}/step-8", {}), (base, {"step": 3})):
@@ -493,6 +493,8 @@ def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run) -> None:
         found = {"model": {"w": torch.zeros(300)}, "step": -1}
         assert manager.restore(found, keys="step") == 5
         assert (value(found), found["step"]) == (0, 5)
+    cloudckpt.copy(base, run)
+    assert "count as abandoned: another job has claimed this run" in caplog.text
 
 
 def test_a_step_is_restored_that_is_being_saved(run) -> None:

@@ -90,27 +90,27 @@ def _put_claim(run: Run, document: Mapping[str, Any], seen: Owner | None) -> str
 def copy_claim(origin: Run, goal: Run) -> None:
     """Copies the claim of a run to its copy, so that both have the same line.
 
-    Does nothing if the source has no claim, or if a job has claimed the target itself. An earlier
-    copy of the claim is replaced: it does not name the jobs that have claimed the source since. If
-    the target's claim can't be written, a warning is logged.
+    An earlier copy of the claim is replaced: it does not name the jobs that have claimed the source
+    since. If a job has claimed the target itself, or the target's claim can't be written, a warning
+    is logged. Does nothing if the source has no claim.
 
     Raises:
         StoreError: If a store refuses or stays unreachable.
     """
     ours, theirs = origin.owner(), goal.owner()
-    document = None if ours is None else {**ours.document, "copied": True}
-    if document is not None and (
-        theirs is None or ("copied" in theirs.document and theirs.document != document)
-    ):
-        try:
-            _put_claim(goal, document, theirs)
-        except (AccessDeniedError, CheckpointConflictError) as error:
-            logger.warning(
-                "%s: the claim of the copied run could not be written here, so the steps that jobs "
-                "have saved since an earlier copy count as abandoned: %s",
-                goal.root,
-                error,
-            )
+    if ours is None or (theirs is not None and theirs.job == ours.job):
+        return
+    try:
+        if theirs is not None and "copied" not in theirs.document:
+            raise _taken(goal, theirs)
+        _put_claim(goal, {**ours.document, "copied": True}, theirs)
+    except (AccessDeniedError, CheckpointConflictError) as error:
+        logger.warning(
+            "%s: the claim of the copied run is not written here, so the copied steps, or those "
+            "that jobs have saved since an earlier copy, count as abandoned: %s",
+            goal.root,
+            error,
+        )
 
 
 def _taken(run: Run, by: Owner | None) -> CheckpointConflictError:
