@@ -316,7 +316,7 @@ def prune(
         config=call.config,
     )
     unneeded = rule(dry_run=True)
-    # the rules may keep one of them then: a job may have gone back meanwhile
+    # the rules are applied again: if a job has gone back to an earlier step, they may keep more
     _delete(call, unneeded, lambda deleted: rule(only=unneeded, deleted=deleted))
 
 

@@ -116,7 +116,8 @@ def of_payload(progress: Progress | None, before: int, size: int) -> Progress | 
     """Returns a callback for a request's progress that reports only an object's own bytes.
 
     Args:
-        progress: Called with the object's bytes that were sent; None returns None.
+        progress: Called with the number of the object's bytes that were sent; if None, the result
+            is None.
         before: Bytes of the request before the object's.
         size: Bytes of the object.
     """

@@ -150,9 +150,9 @@ class GCSStore(XmlStore):
             except StoreError as error:
                 error.certain = False  # the object was made
                 raise
-            if made.attempt not in ("", upload.attempt):  # and not wrong, but of somebody else
+            if made.attempt not in ("", upload.attempt):  # an intact object of another write
                 raise PreconditionFailedError(
-                    "another writer replaced the object as soon as this upload had created it",
+                    "another writer replaced the object right after this upload; read it again",
                     uri=self.uri(upload.key),
                 )
         else:

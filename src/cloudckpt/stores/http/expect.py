@@ -24,8 +24,8 @@ _INTERIM = (b"HTTP/1.1 1", b"HTTP/1.0 1")
 class _Head:
     """Reads the lines before a response's body; raises an error if the connection ends amid them.
 
-    http.client takes the end of the connection for that of the headers, and half a header for a
-    whole one: with half an ETag, a received part would not be found when the upload is completed.
+    http.client takes the end of the connection for the end of the headers, and half a header for a
+    whole one: with half an ETag, the completion of an upload would not find the part.
     """
 
     def __init__(self, fp: io.BufferedReader) -> None:
