@@ -28,8 +28,8 @@ __all__ = ["Checks", "Finding", "Test", "Values", "failed", "ok", "skipped", "wa
 Outcome = Literal["ok", "warning", "failed", "skipped"]
 Values = Mapping[str, str | float | None]
 
-# Brief failures are retried and not reported. The five pauses take at least a second, as some stores
-# allow one write of an object a second.
+# Brief failures are retried and not reported. The five pauses take at least a second, as some
+# stores allow one write of an object a second.
 _POLICY = RetryPolicy(attempts=6, base=0.2, cap=1.0, deadline=10.0)
 _GRACE = 2.0  # seconds for an interrupted check to end
 _HOPELESS = (BucketNotFoundError, CredentialsError, TLSError)

@@ -151,8 +151,7 @@ def refusal(
         table: The vendor's error codes.
         response: The response's error code and texts.
         status: The HTTP status; 0 if unknown.
-        headers: The headers of the response, such as ``retry-after`` and request IDs; their
-            names are in lower case.
+        headers: The headers of the response, such as ``retry-after`` and request IDs.
         action: The operation that failed, for the message.
         uri: The object or bucket of the request.
     """

@@ -130,7 +130,7 @@ class RestStore(ObjectStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        """Returns the exception for an error response; reads `headers` by lower-case names."""
+        """Returns the exception for an error response; `headers` must accept lower-case names."""
 
     @contextlib.contextmanager
     def _naming_source(self, source: CopySource) -> Iterator[None]:

@@ -61,7 +61,7 @@ _MEANINGS = (
 def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
-    """Returns the exception for an error response; reads `headers` by lower-case names."""
+    """Returns the exception for an error response; `headers` must accept lower-case names."""
     fields = error_fields(body)
     code = headers.get("x-ms-error-code") or fields.get("Code", "")
     detail, alias = fields.get("AuthenticationErrorDetail", ""), ""

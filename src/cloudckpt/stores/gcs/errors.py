@@ -67,7 +67,7 @@ def from_answer(
 ) -> StoreError:
     """Returns the exception for an error of the JSON or XML API.
 
-    `headers` are read by lower-case names. `is_google` tells whether the endpoint is Google's own
+    `headers` must accept lower-case names. `is_google` tells whether the endpoint is Google's own
     rather than an emulator.
     """
     body = _decompressed(headers, body)

@@ -2,8 +2,8 @@
 
 google-auth finds credentials and renews tokens. Objects are written, read, listed and deleted
 through the JSON API, which emulators also implement; multipart uploads, which that API lacks, go
-through the XML API. A version is an object's generation. Every body is sent with its CRC32C. The
-CRC32C of an object made of parts is compared with the one computed from the parts.
+through the XML API. A version is an object's generation. Every body is sent with its CRC32C, unless
+checksums are off; that of an object made of parts is compared with the one computed from the parts.
 """
 
 from __future__ import annotations
@@ -268,9 +268,9 @@ class GCSStore(XmlStore):
     ) -> Iterator[Reply]:
         """Sends a GET for an object's content, but refuses content that is stored compressed.
 
-        Unless a request accepts gzip, Google decompresses such content while it is read, ignores
-        ranges and omits the length (https://cloud.google.com/storage/docs/transcoding). The bytes
-        then don't match the object's size and checksum.
+        Such bytes are not those that were saved. The request accepts gzip: otherwise Google would
+        decompress the content, ignore the range and omit the length
+        (https://cloud.google.com/storage/docs/transcoding).
         """
         # The URL to which ``alt=media`` of the metadata URL may redirect; Google's own clients read
         # from it: https://cloud.google.com/storage/docs/request-endpoints
@@ -301,7 +301,7 @@ def _check_encoding(reply: Reply) -> None:
     for name in ("content-encoding", "x-goog-stored-content-encoding"):
         if found := _COMPRESSED.search(reply.headers.get(name, "")):
             raise InvalidRequestError(
-                f"the object is stored with Content-Encoding: {found[0]}, so the bytes that are "
-                "read do not fit its size and checksum: download it with `gcloud storage cp`, "
-                "which decompresses gzip, and upload it without the options -z and -Z"
+                f"the object is stored with Content-Encoding: {found[0]}, so its bytes are not "
+                "those that were saved: download it with `gcloud storage cp`, which decompresses "
+                "gzip, and upload it without the options -z and -Z"
             )

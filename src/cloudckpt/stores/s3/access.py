@@ -155,9 +155,9 @@ class BucketAccess(Access):
         """Switches to the bucket's region after a request to another region was refused.
 
         Args:
-            region: The region of the bucket.
-            url: The URL of the request.
-            headers: The headers of the request.
+            region: The region that the refusal names.
+            url: The URL of the refused request.
+            headers: The headers of the refused request.
 
         Returns:
             Whether the same request would now have another URL or signature.

@@ -98,7 +98,7 @@ def from_code(
 def from_answer(
     status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
 ) -> StoreError:
-    """Returns the exception for an error response of S3; reads `headers` by lower-case names."""
+    """Returns the exception for an error response of S3; `headers` must accept lower-case names."""
     fields = error_fields(body)
     response = Refusal(
         fields.get("Code", ""),
