@@ -285,7 +285,7 @@ class ModelCommit:
             try:
                 self._delete_one(info, retrier)
             except CloudCheckpointError as error:
-                text = "a file of a failed save can't be deleted before the next save: %s"
+                text = "a file of a failed save was not deleted; the next save here does that: %s"
                 logger.warning(text, error)
 
         self._each([one for one in begun if one.info is None], FileUpload.abandon)

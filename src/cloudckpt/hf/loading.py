@@ -162,9 +162,9 @@ class ModelFolder:
     def find(cls, store: ObjectStore, uri: CheckpointURI, config: Config) -> ModelFolder | None:
         """Reads the description of the model at a location; returns None if there is no model.
 
-        Like transformers, it takes ``model.safetensors`` if that exists, else the files that the
-        index names. Without either there is no model, whatever files there are: they may be those
-        of an interrupted save.
+        In a folder it takes, like transformers, ``model.safetensors`` if that exists, else the
+        files that the index names. Without either there is no model, whatever files there are:
+        they may be those of an interrupted save.
 
         Args:
             store: The store of ``uri``.

@@ -127,8 +127,8 @@ class Saves:
     def resumed(self, uri: str) -> None:
         """Makes later saves continue a checkpoint that the framework has loaded.
 
-        Does nothing if it is not a step of a run. If the job may not read that run, a warning is
-        logged.
+        Does nothing if it is neither a step of a run nor a copy of one in the run, such as
+        ``last``. If the job may not read that run, a warning is logged.
 
         Raises:
             CloudCheckpointError: If the notes of the checkpoint can't be read.
@@ -221,7 +221,7 @@ class Saves:
         return self._checkpointer
 
     def then(self, act: Callable[[], object]) -> None:
-        """Calls ``act`` when the last save is committed: now, or in a later call of this object.
+        """Calls ``act`` when the last save is committed: now, or in a later call that waits for it.
 
         It is called in the thread of the training, so that a framework never lists files while
         ``act`` deletes them. If the save fails, ``act`` is not called.

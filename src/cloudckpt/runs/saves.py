@@ -67,7 +67,7 @@ class RunStatus:
         under_way: The steps being saved, oldest first.
         failures_in_row: How many saves have failed in a row, up to the last save whose outcome is
             known.
-        last_failure: The last error of a save that was counted; None if no save has failed.
+        last_failure: The error of the failure that was counted last; None if none was counted.
     """
 
     newest_step: int | None
@@ -107,7 +107,7 @@ class Saves:
     goes on; a commit becomes known to each rank at another time.
 
     Attributes:
-        last_failure: The last error of a save that was counted; None if no save has failed.
+        last_failure: The error of the failure that was counted last; None if none was counted.
         has_committed: Whether this rank knows of a committed save of this job.
     """
 
@@ -282,7 +282,7 @@ def _make_notes(
     """Returns ``of_job``, the notes that name the job, plus a step's number, metrics and notes.
 
     Raises:
-        ConfigError: If metrics or notes have a value that can't be stored.
+        ConfigError: If ``metrics`` or ``notes`` is not a dict, or a metric is not a number.
     """
     for name, given in (("metrics", metrics), ("notes", notes)):
         if not isinstance(given, (Mapping, type(None))):

@@ -27,7 +27,8 @@ class Schedule:
         Args:
             every_steps: Save the steps that are multiples of this number; None saves all steps,
                 unless ``every_seconds`` is given.
-            every_seconds: Save a step if so many seconds have passed on rank 0 since the last save.
+            every_seconds: Save a step if so many seconds have passed on rank 0 since the last save;
+                None ignores the time.
             preemption: How the job learns that it is about to be stopped; None: by SIGTERM.
             read_only: Whether no signal is handled.
 

@@ -77,7 +77,7 @@ class BroadcastingTorchSaveReader(OurReader):
     process group must load.
 
     Attributes:
-        checkpoint_id: The location of the file, as a string.
+        checkpoint_id: The location of the file, as a string; None if none was given.
         transferred: The bytes and requests that this rank received in the last load.
     """
 

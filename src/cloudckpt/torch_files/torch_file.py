@@ -139,9 +139,10 @@ def load_torch_file(
 
     Raises:
         CheckpointNotFoundError: If the file does not exist.
-        CheckpointCorruptError: If the file is truncated, or was not written by ``torch.save``.
-        CheckpointError: If a device that ``map_location`` or the file names does not exist, or if
-            the file is damaged and ``map_location`` is not "cpu".
+        CheckpointCorruptError: If the file was not written by ``torch.save``; or, with
+            ``map_location="cpu"``, if it is truncated or damaged.
+        CheckpointError: With another ``map_location``: if the file is truncated or damaged, or if a
+            device that ``map_location`` or the file names does not exist.
         CheckpointReplacedError: If the file was replaced or deleted meanwhile.
         InvalidURIError: If the location can't be that of a file.
         StoreError: If the store refuses or stays unreachable.

@@ -305,7 +305,7 @@ class FileFolders(VisibleFiles):
                 )
 
     def remove_folder(self, key: str) -> None:
-        """Deletes a folder: first its manifest, on the condition that it is unchanged.
+        """Deletes a folder and those in it: first manifests, on condition that they are unchanged.
 
         Objects that may belong to a save in progress stay, and are swept when they are old.
 
