@@ -44,7 +44,8 @@ class SaveFuture(Future[Metadata | None]):
     Attributes:
         skipped: Whether nothing was saved, since the previous save was still in progress.
         number: This save's number among those of its saver, the same on all ranks; -1 if skipped.
-        transferred: The bytes and requests of this rank, once the save has succeeded; else None.
+        transferred: The bytes and requests of this rank, once the save has succeeded; None before,
+            and for a writer that is not a CloudStorageWriter.
         timeline: The events of this save on this rank.
     """
 

@@ -11,9 +11,9 @@ the next job decides whether that step is still wanted.
 
 The trainer sends ``Settings`` once and a ``Job`` for each save, followed by the descriptors of the
 memory that holds its bytes. ``SETTLED`` says that the trainer knows the outcome of that save;
-closing the channel ends the process. The process answers with pairs of a message type and its
-content: ``ready``, an ``outcome`` for each job, and between them ``log``, ``event``, and ``alive``
-with whether it makes no progress.
+closing the channel ends the process, after it has finished a save that is not settled. The process
+answers with pairs of a message type and its content: ``ready``, an ``outcome`` for each job, and
+between them ``log``, ``event``, and ``alive`` with whether it makes no progress.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Described(NamedTuple):
         name: The name of the item.
         offsets: The offsets of a tensor's chunk; None for other values.
         digest: The digest of the copy.
-        kind: The name of the value's class.
+        kind: The name of the value's class; "tensor" for every tensor.
         mesh: The ranks of a DTensor's mesh; None for other values.
         is_kept: Whether the rank has written this copy, so that the checkpoint has it.
     """

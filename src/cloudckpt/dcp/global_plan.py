@@ -4,7 +4,7 @@ torch's planner makes five Python objects for each chunk of each rank, gathers t
 visits each several times: half a million chunks take fifteen seconds there. Here ranks send their
 plans as columns (``checkpoint/record.py``), and the coordinator removes duplicates, orders and
 checks by sorting numbers. The result equals that of torch's planner for the same plans, down to the
-order of the names; tests compare them. Only plans of torch's own planner are merged here.
+order of the names; tests compare them. Plans of custom planners are left to these.
 """
 
 from __future__ import annotations

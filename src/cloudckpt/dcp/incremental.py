@@ -1,10 +1,10 @@
 """Incremental saves: do not send bytes that an earlier checkpoint of the run has.
 
 The coordinator protects the earlier checkpoint, the *base*, from deletion
-(:mod:`cloudckpt.checkpoint.references`), and tells the ranks which save made it. If all ranks took
-part in that save, each remembers the locations of its own items and needs nothing else; otherwise
-all ranks get a table of all items of the base. Only this, the digests and the amount of data sent
-differ from other saves.
+(:mod:`cloudckpt.checkpoint.references`), and the ranks report their last save to it. If that has
+made the base on all ranks, and the plan is not new, each rank remembers the locations of its own
+items; otherwise all ranks get the locations of all items of the base. Only this, the digests and
+the amount of data sent differ from other saves.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def agree_on_base(meeting: Meeting, writer: CloudStorageWriter, *, is_planned: b
     Sets ``writer.contents`` on every rank, and ``writer.hold`` on the coordinator.
 
     A rank that took part in the save of the base remembers where its items are. If some rank did
-    not, or the plan is new, so that items may have moved between ranks, every rank gets the table
-    of all items.
+    not, or the plan is new, so that items may have moved between ranks, every rank gets the
+    locations of all items.
 
     Args:
         meeting: The meeting of the saving ranks; all of them call this.

@@ -1,4 +1,4 @@
-"""Plans what a rank reads: which items of the checkpoint, and which chunks for its own chunks.
+"""Plans what a rank reads: which items of the checkpoint, and which parts of saved chunks.
 
 torch's planner makes objects of all chunks of all ranks and sorts them, for each tensor. Here they
 are columns of numbers, and the overlaps of a tensor's chunks are computed at once.

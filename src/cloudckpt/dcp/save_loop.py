@@ -13,7 +13,7 @@ What this rules out:
   differs, so the rank has no plan or one with another number, and all ranks plan anew within the
   same save.
 - *Some ranks have seen a save commit and others have not*, because one lost the others in between.
-  Their plans differ afterwards.
+  The others have dropped their plan when that save began, so all ranks plan anew.
 - *A rank and the coordinator remember different earlier saves of the plan.* A rank whose items have
   the same locations as in the save before reports only a digest of them, and the coordinator
   compares it with the digest of those that it remembers for this rank.

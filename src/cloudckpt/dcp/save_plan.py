@@ -1,8 +1,8 @@
 """Plans what a rank saves, and keeps the last plans for later state dicts of the same structure.
 
-A kept plan is this rank's part of a plan that all ranks have made together and committed a save
-with. Each common plan has a number, which the coordinator drew at random: ranks whose kept plans
-have the same number can use them without planning together again.
+A kept plan is this rank's part of a plan that all ranks have made together, and with which they
+have committed a save. Each common plan has a number, which the coordinator drew at random: ranks
+whose kept plans have the same number can use them without planning together again.
 
 A plan follows from the keys of a state dict, from the positions of its values, and from the shapes,
 types and placements of its tensors; not from their contents. Its outline (:func:`outline_of`) has
