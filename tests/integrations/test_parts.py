@@ -173,6 +173,8 @@ def test_each_rank_maps_its_share_of_the_files_of_a_folder(ranks, tmp_path) -> N
     for name in "ab":
         (tmp_path / name).write_text(name)
     assert ranks(2, _map_files, [tmp_path] * 2) == [{"a": "a"}, {"b": "b"}]
+    with pytest.raises(NotADirectoryError):  # what can't be listed is not passed over
+        map_files(str(tmp_path / "a"), Meeting(None))
 
 
 def test_a_file_that_a_machine_has_from_before_is_not_saved(ranks, tmp_path) -> None:

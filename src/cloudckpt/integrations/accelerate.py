@@ -164,7 +164,7 @@ def load_state(accelerator: Any, uri: URILike, *, config: Config | None = None) 
         own: PerRank[Any] = per_rank(None)
         parts.load(location, config, others={_FILES: rooms, OF_RANKS: own})
 
-        def load_files() -> None:
+        def load_files() -> int:
             _write_files_of_rank(own, folder, location, meeting.rank)
             left = [] if _is_fsdp(accelerator) else list(accelerator._models)
             for hook in hooks:
@@ -178,10 +178,10 @@ def load_state(accelerator: Any, uri: URILike, *, config: Config | None = None) 
                         item=f"model_{index}",
                     )
             _read_small_files(accelerator, folder, location)
+            return int(accelerator.step)
 
-        meeting.begin(load_files, during=LOADING)
-    # a rank that did not exist at the save has no file that contains the step
-    accelerator.step = meeting.broadcast_from_first(lambda: accelerator.step)
+        steps = meeting.gathered(load_files, during=LOADING)
+    accelerator.step = steps[0]  # a rank that did not exist at the save has no file with the step
     _saves_of(accelerator, config).resumed(location)
 
 

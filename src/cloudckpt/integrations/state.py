@@ -346,7 +346,7 @@ def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
         raise ConfigError(text, uri=uri, item=name)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     open(path, "wb").close()  # also shortens a file that is there
-    return _map_file(path, nbytes, shared=True)
+    return _map_file(path, nbytes)
 
 
 def map_files_of_ranks(
@@ -376,18 +376,24 @@ def _versions(folder: str) -> dict[str, tuple[int, int]]:
     """Returns the time of writing and the size of each file beneath a folder, by path in it.
 
     The time is in nanoseconds since 1970, and the size in bytes.
+
+    Raises:
+        OSError: If the folder is there and can't be listed: its files would be left out.
     """
-    paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    walk = os.walk(folder, onerror=_raise_unless_missing)
+    paths = [os.path.join(parent, name) for parent, _, names in walk for name in names]
     states = {os.path.relpath(path, folder): os.stat(path) for path in paths}
     return {name: (state.st_mtime_ns, state.st_size) for name, state in states.items()}
 
 
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # another machine may have no such folder
+        raise error
+
+
 def _map_existing(folder: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Maps files into memory as uint8 tensors, given their paths in the folder."""
-    paths = {name: os.path.join(folder, name) for name in names}
-    return {
-        name: _map_file(path, os.path.getsize(path), shared=False) for name, path in paths.items()
-    }
+    return {name: _map_file(os.path.join(folder, name)) for name in names}
 
 
 def _owners(seen: list[dict[str, tuple[int, int]]]) -> dict[str, int]:
@@ -403,8 +409,15 @@ def _owners(seen: list[dict[str, tuple[int, int]]]) -> dict[str, int]:
     return owners
 
 
-def _map_file(path: str, size: int, *, shared: bool) -> torch.Tensor:
-    """Maps a file into memory as a uint8 tensor; ``shared``: changes are written to the file."""
+def _map_file(path: str, room: int | None = None) -> torch.Tensor:
+    """Maps a file into memory as a uint8 tensor.
+
+    Args:
+        path: The file.
+        room: Bytes of a new file, to which changes of the tensor are written; None maps a file that
+            is read.
+    """
+    size = os.path.getsize(path) if room is None else room
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(path, shared=shared, size=size, dtype=torch.uint8)
+    return torch.from_file(path, shared=room is not None, size=size, dtype=torch.uint8)

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -46,7 +45,7 @@ from cloudckpt.runs.steps import DEFAULT_PATTERN, Retention
 from cloudckpt.uri import URILike
 
 try:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerState
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as exc:
@@ -222,7 +221,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Saves the folder of a step, or begins to save it, and deletes old steps afterwards."""
         meeting = Meeting.of(None, False)
         folder = _folder(args.output_dir, step)
-        kept = _best_steps(vars(state))
+        kept = _best_steps(state)
 
         def save() -> None:
             meeting.begin(lambda: None)  # waits until all ranks have written their files
@@ -281,9 +280,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         file = os.path.join(folder, TRAINER_STATE_NAME)
 
         def best_saved_step() -> int | None:
-            with open(file) as opened:
-                state = json.load(opened)
-            for best in _best_steps(state):
+            for best in _best_steps(TrainerState.load_from_json(file)):
                 if best is not None and self._run.is_committed(best):
                     return best
             return None
@@ -306,10 +303,9 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 return
             if not os.path.isdir(target):
                 os.rename(copy, target)
-            with open(file) as opened:
-                state = json.load(opened)
-            with open(file, "w") as opened:
-                json.dump({**state, "best_model_checkpoint": target}, opened)
+            state = TrainerState.load_from_json(file)
+            state.best_model_checkpoint = target
+            state.save_to_json(file)
 
         meeting.begin(put, during=LOADING)
 
@@ -368,14 +364,14 @@ def _folder(output_dir: str, step: int) -> str:
     return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def _best_steps(state: Mapping[str, Any]) -> list[int | None]:
+def _best_steps(state: TrainerState) -> list[int | None]:
     """Returns the two steps that the Trainer's state names as the best; None for one it lacks.
 
     If the Trainer has not saved its best step, it may name the next saved one as the best.
     """
-    folder = os.path.basename(state.get("best_model_checkpoint") or "")
+    folder = os.path.basename(state.best_model_checkpoint or "")
     step = folder.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-    return [int(step) if step.isdecimal() else None, state.get("best_global_step")]
+    return [int(step) if step.isdecimal() else None, state.best_global_step]
 
 
 def _rank_on_node() -> tuple[int, int]:
