@@ -361,7 +361,7 @@ def cut(
         header: The bytes at the start of the file.
         stored: The bytes after the header, in order.
         least: Minimum bytes of a part.
-        most: Maximum bytes of a range; at least twice ``least``.
+        most: Maximum bytes of a range, apart from a few blocks; at least twice ``least``.
     """
     sent: list[bytes | Range] = [header]
     size = len(header)

@@ -162,8 +162,9 @@ class FabricOnStores(_OnStores):
         """Saves a state to a URI on all ranks; a path is passed on to Lightning.
 
         Raises:
-            ConfigError: If the strategy gathers the state on one rank, ``filter`` is given, or
-                ``state`` has no model, or has optimizers and several models.
+            ConfigError: If the strategy gathers the state on one rank, ``filter`` or
+                ``storage_options`` are given, or ``state`` has no model, or has optimizers and
+                several models.
             CloudCheckpointError: The errors of :func:`cloudckpt.save`.
         """
         uri = self._uri(path)
@@ -274,7 +275,8 @@ class TrainerOnStores(_OnStores):
         """Saves a checkpoint to a URI on all ranks; a path is passed on to Lightning.
 
         Raises:
-            ConfigError: If the strategy gathers the state on one rank.
+            ConfigError: If the strategy gathers the state on one rank, or ``storage_options`` are
+                given.
             CloudCheckpointError: The errors of :func:`cloudckpt.save`.
         """
         uri = self._uri(filepath)

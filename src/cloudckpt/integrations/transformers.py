@@ -192,7 +192,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
         Raises:
             CheckpointNotFoundError: If ``step`` has no checkpoint.
-            CheckpointCorruptError: If all checkpoints are damaged.
+            CheckpointCorruptError: If all checkpoints are damaged, or that of ``step`` is.
             ConfigError: If the checkpoint was not saved by this class, or the ranks are not
                 connected.
             CloudCheckpointError: The errors of :func:`cloudckpt.load`.

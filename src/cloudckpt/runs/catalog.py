@@ -438,7 +438,7 @@ class Run:
 
 
 def objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
-    """Lists the objects directly in a folder that cloudckpt or torch has written, by their names.
+    """Lists the objects directly in a folder that have names of a checkpoint's objects.
 
     ``below`` is the key of the folder with a slash at its end. Of a folder with a thousand names or
     more, only the names that begin like these are listed beyond the first thousand.
@@ -454,5 +454,5 @@ def objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
 
 
 def is_ours(name: str) -> bool:
-    """Returns whether cloudckpt or torch writes objects of this name into checkpoints' folders."""
+    """Returns whether a name is that of a commit object, data object, rank's record or mark."""
     return name == METADATA or _OURS.fullmatch(name) is not None or is_keep_name(name)

@@ -51,7 +51,7 @@ def restore_newest(
         load: Loads a step, given its number and notes; called on all ranks.
 
     Returns:
-        The step that was loaded; None if the line has no step.
+        The step that was loaded; None if the run has no committed step.
 
     Raises:
         CheckpointCorruptError: If no step could be loaded, and the newest one is damaged.
