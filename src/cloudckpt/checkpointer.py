@@ -257,9 +257,8 @@ class Checkpointer(ClosedAtExit):
         self, uri: URILike, state_dict: object, kwargs: dict[str, Any]
     ) -> CloudStorageWriter:
         self._check_open()
-        if unknown := sorted(
-            set(kwargs) - {"planner", "notes", "base", "keep_existing", "is_first"}
-        ):
+        known = {"planner", "notes", "base", "keep_existing", "is_first"}
+        if unknown := sorted(set(kwargs) - known):
             raise ConfigError(f"save() has no arguments {', '.join(unknown)}: leave them out")
         if isinstance(state_dict, (str, os.PathLike)):
             raise ConfigError(

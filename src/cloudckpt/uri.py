@@ -286,7 +286,7 @@ class CheckpointURI:
         same parent folder.
         """
         at, name = self._of(name)
-        return f"{at.prefix}/{name}" if at.prefix else name
+        return f"{at.prefix.rstrip('/')}/{name}" if at.prefix else name
 
     def join(self, *names: str) -> CheckpointURI:
         """Returns a location beneath this one, for example ``run.join("step-1000")``.
@@ -299,13 +299,14 @@ class CheckpointURI:
         """
         below = "/".join(name.strip("/") for name in names)
         if self.scheme == "file":
-            return CheckpointURI("file", "", os.path.abspath(f"{self.prefix}/{below}"))
+            return CheckpointURI("file", "", os.path.abspath(f"{self.prefix.rstrip('/')}/{below}"))
         return CheckpointURI.parse(f"{str(self).rstrip('/')}/{below}")
 
     @property
     def parent(self) -> CheckpointURI:
-        """The parent folder; for the root of a bucket, the root itself."""
-        return replace(self, prefix=self.prefix.rstrip("/").rpartition("/")[0])
+        """The parent folder; for the root of a bucket or file system, the root itself."""
+        root = "/" if self.scheme == "file" else ""
+        return replace(self, prefix=self.prefix.rstrip("/").rpartition("/")[0] or root)
 
     def object(self, name: str) -> str:
         """Returns the URI of the object `name`, for messages; see :meth:`key`."""
@@ -326,7 +327,7 @@ class CheckpointURI:
 
     @property
     def folder(self) -> str:
-        """The name of the location in its parent folder; empty for the root of a bucket."""
+        """The name of the location in its parent folder; empty for a root, which has none."""
         return self.prefix.rstrip("/").rpartition("/")[2]
 
     def __str__(self) -> str:
