@@ -277,7 +277,8 @@ class Timeline:
         """Returns the events as a table with a line for each, sorted by start.
 
         Its columns are the phase, the seconds from the first event's start to this one's, the
-        duration in seconds, MiB moved, the rank, and the URI, followed by the error if it failed.
+        duration in seconds, MiB moved, the rank, and the URI, followed by ``FAILED`` if the phase
+        failed, and by the class of the error, if any.
         """
         if not self.events:
             return "no events were recorded"

@@ -1,8 +1,8 @@
 """Plans the contents of one rank's objects, as plain data, and sends them.
 
-In an object, each item begins at a multiple of 64, and has its bytes within an envelope, the bytes
-that make them a file for ``torch.load``. A plan names an item's bytes by a buffer number and an
-offset in that buffer. So a thread of the trainer and the saving process, which maps the same
+In an object, each item begins at a multiple of 64. Around the bytes of a tensor is an *envelope*,
+the bytes that make them a file for ``torch.load``. A plan names an item's bytes by a buffer number
+and an offset in that buffer. So a thread of the trainer and the saving process, which maps the same
 buffers, carry out a plan by the same code. Nothing here uses torch.
 """
 

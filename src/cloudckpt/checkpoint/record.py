@@ -172,7 +172,7 @@ class Record:
         if not self.unmoved:
             return self
         if earlier.digest() != self.unmoved:
-            raise ValueError("the item locations known here are not those of its previous save")
+            raise ValueError("the rank's item locations kept here are not those of its last save")
         return dataclasses.replace(self, extents=earlier, unmoved="")
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
@@ -306,7 +306,7 @@ class _Head(NamedTuple):
 
 
 Heads = dict[bytes, _Head]
-"""The parsed documents of the records of one plan, by digest."""
+"""Parsed documents of records, by a digest and the size of each document."""
 
 
 def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
