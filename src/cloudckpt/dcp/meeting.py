@@ -400,9 +400,9 @@ class Meeting:
     def combined_by_first(
         self, step: str, work: Callable[[], T], combine: Callable[[list[T]], R], uri: str | None
     ) -> R:
-        """Calls ``combine`` on the first rank; returns its result on all ranks; a collective call.
+        """Calls ``work`` on all ranks, and ``combine`` on the first; a collective call.
 
-        No other rank gets the results of all ranks' ``work``.
+        Returns the result of ``combine`` on all ranks; only the first gets all results of ``work``.
 
         Args:
             step: The step of the save or load, for messages.
@@ -425,9 +425,10 @@ class Meeting:
         divide: Callable[[list[T]], list[R]],
         uri: str | None,
     ) -> R:
-        """Calls ``divide`` on the first rank; returns its part for this rank; a collective call.
+        """Calls ``work`` on all ranks, and ``divide`` on the first; a collective call.
 
-        Otherwise like :meth:`combined_by_first`: ``divide`` returns a list with a part by rank.
+        Returns this rank's entry of the list that ``divide`` returns; otherwise it is like
+        :meth:`combined_by_first`.
         """
         return cast(R, self._through_first(Collectives.reduce_scatter, step, work, divide, uri))
 

@@ -122,7 +122,7 @@ class SaveLoop:
         return RankStatus(location=self._uri, options=options, plan=self._plan)
 
     def run(self, agreed: int) -> Metadata:
-        """Saves the state dict, and commits the checkpoint.
+        """Saves the state dict, and commits the checkpoint; a collective call.
 
         Args:
             agreed: The number of the plan that all ranks have, see :attr:`Consensus.plan`.
@@ -148,7 +148,8 @@ class SaveLoop:
         """Sends this rank's items as planned, and commits once all ranks have sent theirs.
 
         A rank reports the locations of its items to the coordinator only if they have changed
-        since the last save with this plan.
+        since the last save with this plan. Before the commit, the values that ranks have of the
+        same items are compared.
         """
         meeting, is_new = self._meeting, not plan.saves
         planner = cast(DefaultSavePlanner, self._planner)

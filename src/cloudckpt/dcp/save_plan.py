@@ -239,6 +239,9 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 
     Pinning is left out: torch's metadata record it, but no reader uses it, and checking it releases
     the GIL, which takes milliseconds per tensor next to a busy trainer.
+
+    Raises:
+        _UnknownError: If they are uncertain, as for a class derived from Tensor.
     """
     cls = type(tensor)
     if cls not in PLAIN or tensor.layout is not torch.strided:

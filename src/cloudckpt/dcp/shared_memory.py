@@ -29,7 +29,7 @@ class SharedMemory:
 
     Attributes:
         rounds: By the number of an entry that shares memory, the round in which it can be filled:
-            within a round, no two of them share memory.
+            in a round, no two parts of the state dict share memory. Other entries are not in it.
     """
 
     def __init__(self, entries: Sequence[tuple[MetadataIndex, Sequence[torch.Tensor]]]) -> None:

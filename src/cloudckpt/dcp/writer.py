@@ -512,7 +512,7 @@ class CloudStorageWriter(OurWriter):
         return manifest
 
     def discard(self) -> None:
-        """Deletes this rank's objects of a save that is certainly not committed, and its marks."""
+        """Deletes this rank's objects of a save that is certainly not committed; frees the base."""
         self._let_go_of_base()
         self._delete(self._written)
         self._written = []

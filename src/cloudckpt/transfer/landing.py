@@ -181,8 +181,8 @@ class Segment:
     """A byte range of an object that is requested for a ``Wanted``.
 
     Attributes:
-        want: The range needed; the segment may be only a part of it, but is extended to whole
-            blocks.
+        want: The range needed; the segment may be only a part of it, but is extended to whole rows
+            and blocks.
         start: The offset of the first byte in the object.
         stop: The offset after the last byte.
         grain: The segment may be cut at multiples of this many bytes of the raw data; 0: not at

@@ -328,7 +328,10 @@ def _abort(store: ObjectStore, upload: Upload, policy: RetryPolicy, advice: str)
 def _abort_all(
     store: ObjectStore, key: str, policy: RetryPolicy, *, apart_from: Sequence[str] = ()
 ) -> None:
-    """Aborts all uploads of a key; the key is random, so no other process has begun any."""
+    """Aborts all uploads of a key, except those with ids in ``apart_from``; logs errors.
+
+    The key is random, so no other process has begun any.
+    """
     try:
         for upload in store.list_uploads(key, Retrier.for_cleanup(policy).call):
             if upload.key == key and upload.id not in apart_from:
@@ -388,7 +391,8 @@ def written(
 ) -> ObjectInfo | None:
     """Returns the object if ``attempt`` wrote it; None if not, or if the store does not answer.
 
-    An object of another size is none: some servers keep what arrived before the connection broke.
+    An object of another size than `size` bytes does not count: some servers keep what arrived
+    before the connection broke.
     """
     try:
         info = Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
