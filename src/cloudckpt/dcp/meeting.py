@@ -378,7 +378,7 @@ class Meeting:
             compute: Called on the first rank only. An error that it raises is raised on all ranks.
 
         Raises:
-            CloudCheckpointError: See :meth:`begin`.
+            BaseException: See :meth:`begin`.
         """
         made = self.begin(compute if self.rank == 0 else lambda: None)
         return cast(T, self.from_first(made))

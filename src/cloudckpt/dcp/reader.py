@@ -79,7 +79,10 @@ class Model(Protocol):
 
 
 def _model_at(store: ObjectStore, uri: CheckpointURI, config: Config) -> Model | None:
-    """Returns the model in safetensors files at a location; None if there is no complete one."""
+    """Returns the model in safetensors files at a location; None if there is none.
+
+    What counts as a model, ``ModelFolder.find`` in :mod:`cloudckpt.hf.loading` says.
+    """
     with late_imports:  # by its name, as `hf` is built on this package
         loading = import_module("cloudckpt.hf.loading")
     model: Model | None = loading.ModelFolder.find(store, uri, config)

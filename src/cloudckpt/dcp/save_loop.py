@@ -75,8 +75,8 @@ class SaveLoop:
             meeting: The meeting of the ranks.
 
         Raises:
-            CheckpointExistsError: On the coordinator, if a checkpoint exists that must not be
-                overwritten.
+            CloudCheckpointError: On the coordinator, if it must not save there, for example over an
+                existing checkpoint; see :meth:`CloudStorageWriter.prepare_local_plan`.
             KeyCollisionError: If two entries of the state dict would have the same name.
         """
         self._state_dict, self._meeting = state_dict, meeting
