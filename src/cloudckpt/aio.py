@@ -138,11 +138,11 @@ _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Gates] = weakref.W
 
 
 async def _request(view: View, call: Callable[[View], T], *, is_wide: bool = False) -> T:
-    """Returns the result of `call`, which sends requests, run in a thread with `view`.
+    """Runs `call` with `view` in a thread, and returns its result.
 
     An event loop runs up to eight such calls per bucket and options at a time, or fewer if
-    ``config.connections`` says so, and in addition one call that sends several requests at a time
-    itself (`is_wide`). If the coroutine is cancelled, the requests are interrupted.
+    ``config.connections`` says so; and in addition one call with `is_wide`, which sends several
+    requests at a time itself. If the coroutine is cancelled, the requests are interrupted.
     """
     config = view.config
     most = 1 if is_wide else min(_AT_ONCE, config.requests_at_once)

@@ -179,7 +179,8 @@ class Checkpointer(ClosedAtExit):
             uri: The location of the checkpoint.
             state_dict: The entries to load, in place: only the bytes that its tensors need are
                 read. None loads the whole checkpoint, as whole tensors on every rank.
-            default_map_location: The device of the tensors created if there is no ``state_dict``.
+            default_map_location: The device of the tensors created if there is no ``state_dict``;
+                by default the host.
             strict: Whether each key of ``state_dict`` must be in the checkpoint. If False, missing
                 keys keep their values and are named in :attr:`load_report`.
             leave_misfits: Whether, without ``strict``, a tensor whose shape differs from the

@@ -421,7 +421,7 @@ class UntrustedPickleError(CheckpointError):
 
 
 class KeyCollisionError(CheckpointError, ValueError):
-    """Two entries would have the same name in the checkpoint, or the same memory after a load.
+    """Different values would need the same name in the checkpoint, or the same memory in a load.
 
     Two keys of a state dict become the same string, or ranks have different content under one name,
     or tensors of the state dict that share memory (tied weights) have different saved values.
@@ -453,7 +453,7 @@ class TensorChangedError(CheckpointError):
 
     @classmethod
     def of(cls, item: str | None, **context: Any) -> TensorChangedError:
-        """Returns the error for an item, or for an unknown one (None); other arguments as usual."""
+        """Returns the error for `item`, None if unknown; `context` as in the constructor."""
         return cls(
             f"{item or 'a tensor'} changed while it was saved, so that its checksum does not "
             "match the uploaded bytes: do not write to it before the save has returned (no "

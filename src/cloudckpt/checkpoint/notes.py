@@ -198,7 +198,9 @@ def _plain(value: Any) -> Any:
     """Converts a scalar of numpy or torch to a Python number.
 
     Raises:
-        TypeError: If the value is not such a scalar.
+        TypeError: If the value is of another library.
+        ValueError: If it is an array of numpy with several elements.
+        RuntimeError: If it is a tensor with several elements.
     """
     if not hasattr(value, "item"):
         raise TypeError(f"an object of class {type(value).__name__} can't be written as JSON")

@@ -84,7 +84,7 @@ class Stub:
         self.append((key, value))
 
     def append(self, entry: Any) -> None:
-        """Adds an entry, as a pickle does to a list."""
+        """Takes an entry that the pickle adds to a list; called by Python's unpickler."""
         if self.entries is None:
             self.entries = []
         self.entries.append(entry)

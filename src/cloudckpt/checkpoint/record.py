@@ -124,7 +124,7 @@ class Record:
         checksum: The algorithm of all checksums.
         structure: The keys and empty dicts of the state dict that torch's paths do not express.
         attempt: The random name of the save; empty in the record of one rank.
-        location: The checkpoint that a rank has written to; empty in the record of all ranks.
+        location: In a rank's report, the checkpoint that it has written to; otherwise empty.
         unmoved: If not empty, the digest of the extents, which equal those of the rank's previous
             save; ``extents`` is then empty.
         whole: In a plan, the numbers in ``table.names`` of those tensors of which no other rank may
@@ -176,7 +176,7 @@ class Record:
         return dataclasses.replace(self, extents=earlier, unmoved="")
 
     def extent_of(self, row: int) -> tuple[WrittenObject, int, int]:
-        """Returns the object that holds an item, the item's first byte in it, and its length.
+        """Returns an item's object, its first byte in that object, and its length in bytes.
 
         Args:
             row: The row of the item in the table.

@@ -200,7 +200,8 @@ def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
     """Checks that a base is in the same parent folder as ``uri``, as references require.
 
     Raises:
-        ConfigError: If the base is in another folder, or either location is the root of a bucket.
+        ConfigError: If the base is in another folder, or either location is a root, which has no
+            parent folder.
     """
     if not base.folder or not uri.folder or base.parent != uri.parent:
         raise ConfigError(

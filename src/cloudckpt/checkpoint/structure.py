@@ -140,7 +140,8 @@ class Structure:
         Args:
             branch: The branch.
             at: Its path.
-            holes: How many list entries may still be missing in the whole state dict.
+            holes: A single number: how many list entries may still be missing in the whole state
+                dict. It is reduced by those that are missing here.
 
         Raises:
             ValueError: If a branch is both a list and a dict, has a key twice, or is a list with

@@ -53,7 +53,7 @@ def metadata_pickle(record: Record) -> bytes:
 
 
 def _state_of(properties: TensorProperties) -> tuple[Any, ...]:
-    """Returns how to pickle a tensor's properties: without strides, which torch 2.14 can't read."""
+    """Reduces a tensor's properties for a pickle: without strides, which torch 2.14 can't read."""
     state = (
         *(properties.dtype, properties.layout, properties.requires_grad),
         *(MemoryFormat.TORCH_CONTIGUOUS_FORMAT, properties.pin_memory),
@@ -132,7 +132,8 @@ class _Opcodes:
     def _form(self, form: Form) -> tuple[bytes, bytes]:
         """Returns the opcodes before and after the chunks of a tensor of this form.
 
-        For the form of a value, which has no chunks, it returns all opcodes, and none.
+        For the form of a value, which has no chunks, the first has all opcodes, and the second
+        none.
         """
         if form.shape is None:
             return self._short(BytesStorageMetadata()), b""

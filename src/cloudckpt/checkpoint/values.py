@@ -177,9 +177,10 @@ def load_tensor(
 
 
 def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
-    """Loads a value by ``torch.load`` with ``weights_only``, or by this module's own unpickler.
+    """Loads a value by ``torch.load`` with ``weights_only``, without running unknown code.
 
-    The latter also accepts the classes that the module's docstring lists; no other code runs.
+    What torch refuses is loaded by this module's own unpickler, which also accepts the classes that
+    the module's docstring lists.
 
     Raises:
         pickle.UnpicklingError: If the file needs any other code, or its pickle is invalid.
