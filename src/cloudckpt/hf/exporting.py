@@ -387,7 +387,10 @@ def cut(
 
 
 def _checksum_of(planned: Range, store: ObjectStore) -> int | None:
-    """Returns a range's checksum by the store's algorithm; None if its blocks have none by that."""
+    """Returns a range's checksum by the store's algorithm.
+
+    None if its blocks have no checksums, or have them by another algorithm.
+    """
     blocks, algorithm = planned.source.blocks, store.capabilities.checksum
     if blocks is None or blocks.algorithm.name != algorithm.name:
         return None

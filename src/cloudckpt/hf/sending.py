@@ -178,7 +178,7 @@ def _cut(file: FilePlan, least: int) -> Iterator[list[bytes | TensorPlan]]:
 
 
 def _ranges(tensor: TensorPlan) -> Iterator[TensorPlan]:
-    """Yields a tensor's chunks as tensors, or, if one is not contiguous there, the whole tensor."""
+    """Yields a tensor's chunks as tensors; if one is not contiguous in it, the whole tensor."""
     chunks = [chunk for chunk in tensor.chunks if chunk.nbytes]
     if not all(_is_range(chunk.box, tensor.shape) for chunk in chunks):
         yield dataclasses.replace(tensor, chunks=chunks)

@@ -284,7 +284,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def rm(
         self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None
     ) -> None:
-        """Deletes files and folders; of a folder the commit objects first, without ``maxdepth``.
+        """Deletes files and folders; a folder's commit objects first, unless ``maxdepth`` is given.
 
         The folder of a checkpoint is deleted as by :func:`cloudckpt.delete`: objects that other
         checkpoints of the run refer to stay until the last of these is deleted.

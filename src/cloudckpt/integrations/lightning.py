@@ -116,10 +116,10 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         Meeting.of(None, False).begin(lambda: setup(trainer, *args, **kwargs))
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Returns the URI of the newest checkpoint as a set, for ``ckpt_path="last"``.
+        """Returns a set with the URI of the newest checkpoint, for ``ckpt_path="last"``.
 
-        It is the one that was written last, of those that are committed and not abandoned; empty if
-        there is none. Lightning's own method would lose the scheme of the URI.
+        The newest is the one that was written last, of those that are committed and not abandoned;
+        the set is empty if there is none. Lightning's own method would lose the URI's scheme.
         """
         if self._root is None:
             return set(super()._find_last_checkpoints(trainer))

@@ -196,7 +196,7 @@ class Saves:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Rewrites the error of a save that replaces nothing although the options allow that."""
+        """Explains in a CheckpointExistsError of the block why ``overwrite`` had no effect."""
         try:
             yield
         except CheckpointExistsError as error:

@@ -175,7 +175,7 @@ class ReadContent:
                 yield _stored(name, known.shape, known.form.dtype, known.count)
 
     def item(self, name: str, entry: object) -> StoredItem:
-        """Describes the entry of a name; ``entry`` is torch's metadata of it.
+        """Describes the entry with this name; ``entry`` is torch's metadata of it.
 
         If this is not the metadata of a tensor, the entry is a pickled value.
         """

@@ -305,7 +305,7 @@ class FileFolders(VisibleFiles):
                 )
 
     def remove_folder(self, key: str) -> None:
-        """Deletes a folder and those in it: first manifests, on condition that they are unchanged.
+        """Deletes a folder and all in it: first manifests, on the condition that each is unchanged.
 
         Objects that may belong to a save in progress stay, and are swept when they are old.
 
