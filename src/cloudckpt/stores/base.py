@@ -211,7 +211,7 @@ class ObjectStore(RangeReader):
     """
 
     root: str
-    """``scheme://bucket``, for messages."""
+    """The URI of the bucket for messages, such as ``s3://bucket``; ``file://`` for local files."""
 
     capabilities: Capabilities
 

@@ -63,7 +63,7 @@ __all__ = [
 P = TypeVar("P")
 
 UNRESERVED = "/-._~"
-"""The characters of a key that are not percent-encoded in the path of a URL."""
+"""The characters of a key that, like letters and digits, stay as they are in a URL's path."""
 
 SUCCESS = frozenset({200, 201, 202, 204, 206})
 
