@@ -396,6 +396,7 @@ class PluginOnStores(_OnStores):
         """Saves a checkpoint to a URI; a path is passed on to Lightning.
 
         Raises:
+            ConfigError: If ``storage_options`` are given.
             CloudCheckpointError: The errors of :func:`cloudckpt.save`.
         """
         uri = self._uri(path)

@@ -138,7 +138,7 @@ def copy(
 
 @dataclass(frozen=True)
 class _Copy:
-    """A checkpoint to copy, its target, and its size in bytes (0 if it is not a step of a run)."""
+    """A checkpoint to copy, its target, and its size in bytes (0 if not copied with a run)."""
 
     source: CheckpointURI
     target: CheckpointURI

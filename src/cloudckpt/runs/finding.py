@@ -65,10 +65,10 @@ def runs_beneath(
 ) -> list[Run]:
     """Searches a folder or bucket, and the folders beneath it, for runs; sorted by location.
 
-    Five levels of folders are listed, each folder with one request per thousand names. Not listed
-    are folders whose names begin with a dot, folders in checkpoints, and folders in which the first
-    thousand names are names of files. Of folders named like steps only the newest three are looked
-    into, to see whether they are checkpoints.
+    Five levels of folders are listed, from the location down, each folder with one request per
+    thousand names. Not listed are folders whose names begin with a dot, folders in checkpoints, and
+    folders in which the first thousand names are names of files. Of folders named like steps only
+    the newest three are looked into, to see whether they are checkpoints.
 
     Raises:
         InvalidURIError: If ``location`` is not a valid location.

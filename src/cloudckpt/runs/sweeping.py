@@ -209,7 +209,7 @@ class _Sweep:
         Args:
             folder: The key of the folder.
             left: The old objects in it that its own checkpoint does not name.
-            named: What the other checkpoints of the run need.
+            named: What all checkpoints of the run need.
             limit: Objects written at this time or before are old, in seconds since 1970.
         """
         if named.unread:  # a damaged checkpoint may refer to any of them

@@ -184,7 +184,7 @@ class FileFolders(VisibleFiles):
         )
 
     def delete(self, key: str) -> None:
-        """Deletes a file.
+        """Deletes a file; of a pending one the record, so that a sweep deletes its content later.
 
         Raises:
             FileNotFoundError: If there is no such file.
