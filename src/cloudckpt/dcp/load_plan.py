@@ -124,7 +124,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             UnsupportedValueError: If a container contains itself, or is nested too deeply.
         """
         check_nesting(state_dict)
-        # otherwise torch allocates meta tensors
+        # otherwise torch puts them on the meta device again
         allocates = dist.is_available() and dist.is_initialized()
         # torch's own function also replaces each value that is neither number nor string by None
         self.original_state_dict = _ready_to_load(state_dict, (), allocates)
