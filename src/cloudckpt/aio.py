@@ -110,7 +110,8 @@ async def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointCo
 async def verify(uri: URILike, *, config: Config | None = None) -> Verified:
     """Reads a checkpoint completely and checks its checksums; see :func:`cloudckpt.verify`.
 
-    The work is done in threads, which stop at the next bytes if the coroutine is cancelled.
+    The work is done in threads. If the coroutine is cancelled, they stop when they have received
+    the next bytes.
     """
     cancelled = threading.Event()
 

@@ -364,7 +364,7 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
 def content_of(state_dict: dict[str, Any], rank: int) -> Content:
     """Returns a state dict in the form in which it is saved; the given one is not changed.
 
-    The result of ``state_dict()`` stands for each ``Stateful``, and this rank's value for each
+    In it, the result of ``state_dict()`` replaces each ``Stateful``, and this rank's value each
     ``per_rank``.
 
     Args:
@@ -373,8 +373,8 @@ def content_of(state_dict: dict[str, Any], rank: int) -> Content:
 
     Raises:
         ConfigError: If `state_dict` is not a dict.
-        UnsupportedValueError: If a container contains itself, or a tuple holds a ``Stateful`` or a
-            ``per_rank``.
+        UnsupportedValueError: If a container contains itself or is nested too deeply, or a tuple
+            holds a ``Stateful`` or a ``per_rank``.
     """
     _check_dict(state_dict)
     return Content(state_dict, rank)

@@ -6,7 +6,7 @@
     ├── InvalidURIError               also ValueError
     ├── ConfigError                   also ValueError
     ├── MissingDependencyError        also ImportError
-    ├── InstallError                  torch or a framework is unsupported, or handles files only
+    ├── InstallError                  this torch is unknown, or the class in use takes no URI
     ├── StoreError                    the object store refused, failed or could not be reached
     │   ├── ObjectNotFoundError       also FileNotFoundError
     │   ├── BucketNotFoundError
@@ -25,7 +25,7 @@
     │       ├── ThrottledError
     │       ├── ServerError
     │       └── ConnectionLostError   reset, timed out, stalled or truncated
-    ├── TransferCancelledError        another transfer of the same save or load failed first
+    ├── TransferCancelledError        stopped as another transfer failed, or cancelled
     └── CheckpointError
         ├── CheckpointNotFoundError   also FileNotFoundError
         ├── CheckpointExistsError     also FileExistsError
