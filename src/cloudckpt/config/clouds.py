@@ -24,10 +24,10 @@ class S3Options(Options):
     variables: ClassVar[str] = "CLOUDCKPT_S3_"
 
     endpoint_url: str | None = option(
-        None, "of an S3-compatible store; AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL work too"
+        None, "URL of an S3-compatible store; AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL work too"
     )
     region: str | None = option(
-        None, "of the bucket; else AWS_REGION, AWS_DEFAULT_REGION, the profile's, in this order"
+        None, "the bucket's; else AWS_REGION, AWS_DEFAULT_REGION, the profile's, in this order"
     )
     profile: str | None = option(None, "profile of the AWS configuration files")
     anonymous: bool = option(False, _ANONYMOUS)
@@ -38,8 +38,8 @@ class S3Options(Options):
         "auto", "aws", "express", "r2", "coreweave", "minio", "huggingface", "other"
     ] = option(
         "auto",
-        "whose S3 it is, by its row in docs/s3.md; 'auto' knows those with hosts of their own, and "
-        "takes a store on your own hosts for 'other'",
+        "the kind of store, see the table in docs/s3.md; 'auto' recognizes a store by its host, "
+        "and takes one on a host of yours for 'other'",
     )  # fmt: skip
     sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = option(
         None, "server-side encryption: 'AES256', 'aws:kms', 'aws:kms:dsse'"
@@ -73,7 +73,7 @@ class GCSOptions(Options):
     variables: ClassVar[str] = "CLOUDCKPT_GCS_"
 
     endpoint_url: str | None = option(
-        None, "of the service or of an emulator; STORAGE_EMULATOR_HOST works too"
+        None, "URL of the service or of an emulator; STORAGE_EMULATOR_HOST works too"
     )
     anonymous: bool = option(False, _ANONYMOUS)
     user_project: str | None = option(None, "project that pays for a requester-pays bucket")
@@ -98,7 +98,7 @@ class AzureOptions(Options):
     variables: ClassVar[str] = "CLOUDCKPT_AZURE_"
 
     endpoint_url: str | None = option(
-        None, "of the account's blobs; default: https://<account>.blob.core.windows.net"
+        None, "URL of the account's blobs; default: https://<account>.blob.core.windows.net"
     )
     anonymous: bool = option(False, _ANONYMOUS)
     access_tier: str | None = option(None, "access tier of the blobs, e.g. Cool")

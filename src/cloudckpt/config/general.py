@@ -117,7 +117,7 @@ class Config(Options):
     checksum: Switch = option(
         "auto",
         "send a checksum of each body for the store to verify: CRC32C, for Azure CRC64; 'auto' is "
-        "on where its vendor documents that",
+        "on where the store's vendor documents that it does",
     )
     verify: bool = option(True, "check the checksum of every block that is read")
     shared_reads: Literal["auto", "host", "off"] = option(

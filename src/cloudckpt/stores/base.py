@@ -104,13 +104,13 @@ class Upload:
     Attributes:
         key: The key that the object will have.
         id: The store's identifier of this upload.
-        part_size: Bytes of every part but the last; 0 in listings, which do not report it.
+        part_size: Bytes of every part but the last; 0 if a listing does not report it.
         began: When it began, in seconds since 1970 by the store's clock; for a local file, the time
             of the last write to it. None unless a listing reports it.
         is_ours: Whether the id shows that cloudckpt began the upload, whatever its key: True in
             listings of local files, whose ids are names that cloudckpt gives, else False.
         attempt: The name of the write, which `create_upload` chooses and the object will keep;
-            empty in listings, and if the store keeps none.
+            empty if a listing does not report it, or the store keeps none.
     """
 
     key: str
