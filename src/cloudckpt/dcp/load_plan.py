@@ -119,12 +119,12 @@ class CloudLoadPlanner(DefaultLoadPlanner):
 
         Raises:
             UnsupportedTensorError: If a tensor is on the meta device and torch.distributed is not
-                initialized: torch then allocates no memory for it.
+                initialized: torch gives it memory on the device of the default group.
             KeyCollisionError: If two entries of the state dict would have the same name.
             UnsupportedValueError: If a container contains itself, or is nested too deeply.
         """
         check_nesting(state_dict)
-        # otherwise torch puts them on the meta device again
+        # torch gives meta tensors memory on the device of the default group
         allocates = dist.is_available() and dist.is_initialized()
         # torch's own function also replaces each value that is neither number nor string by None
         self.original_state_dict = _ready_to_load(state_dict, (), allocates)
