@@ -111,8 +111,8 @@ def export(
         call: The options that all commands share.
         checkpoint: A checkpoint of cloudckpt or torch.
         target: The folder of the model, e.g. s3://bucket/model.
-        prefix: Export only tensors whose names begin with this prefix, e.g. model, and remove it
-            from the names.
+        prefix: Export only tensors whose names begin with this prefix and a dot, e.g. model, and
+            remove both from the names.
         max_shard_size: Maximum file size, e.g. 5GB or 4GiB.
         dtype: Convert floating-point tensors to this type, e.g. bfloat16. [default: no conversion]
         overwrite: Replace an existing target. [default: as CLOUDCKPT_OVERWRITE says, else yes]
