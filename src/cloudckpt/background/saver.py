@@ -75,9 +75,9 @@ class AsyncSaver:
             options: The options of background saves; default: ``BackgroundOptions()``.
             tells_failures: Whether a save's failure is also raised by the next call of
                 :meth:`save`, on all ranks, besides being set on its future.
-            on_failure: Called with the numbers of the failed saves and the error, where it would be
-                raised otherwise: by the next save, also if the state dict could not be copied. The
-                arguments are the same on all ranks; if it raises, it must do so on all of them.
+            on_failure: Called with the numbers of the failed saves and the error, which is then not
+                raised, by the next :meth:`save` or by :meth:`wait`. The arguments are the same on
+                all ranks; if it raises, it must do so on all of them.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:

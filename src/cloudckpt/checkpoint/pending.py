@@ -40,7 +40,7 @@ class Pending:
         rank: The rank.
         ranks: How many ranks there are.
         job: The job that had claimed the run; empty if no job had.
-        attempt: The random name of the save, if this rank is the coordinator; else empty.
+        attempt: A random name; that of the coordinator is the name of the save.
         plan: The rank's items: the bytes of a record without locations.
         record: Their locations: the bytes of a record without a table and without objects.
         notes: The notes for the checkpoint.

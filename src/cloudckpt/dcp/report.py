@@ -58,8 +58,8 @@ class LoadReport:
             unless missing names were allowed, for example by ``strict=False``.
         unexpected: The names that only the checkpoint has, apart from those in ``optimizer``.
         converted: The names that were not loaded exactly as they were saved, and how: with another
-            element type, from other chunks (of a tensor that is sharded differently), or by another
-            name, with which they share memory.
+            element type, from other chunks (of a tensor that is sharded differently), as a value
+            that takes a tensor's place, or by another name, with which they share memory.
         left_alone: The names that keep their values although the checkpoint has an entry, and why.
         optimizer: The names of saved optimizer state for which the state dict has no entry, such as
             state of parameters that are frozen now, or of an optimizer that has made no step.

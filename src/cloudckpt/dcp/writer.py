@@ -156,7 +156,7 @@ class CloudStorageWriter(OurWriter):
     Attributes:
         transferred: The bytes and requests of this rank in the last save; None before.
         sender: Uploads the prepared objects, in this process or in a saving process.
-        attempt: The random name of this save, if this rank commits; otherwise it is not used.
+        attempt: A random name; that of the rank that commits is the name of the save.
         noted: The notes to be stored with the checkpoint, as bytes.
         hold: On a rank that commits an incremental save, keeps the base from deletion; else None.
         contents: In an incremental save, makes the object that looks up items in the base, given
@@ -262,7 +262,7 @@ class CloudStorageWriter(OurWriter):
         self._start_attempt()
 
     def storage_meta(self) -> StorageMeta:
-        """Returns the location and the random name of this save, for planners."""
+        """Returns the location and this writer's ``attempt``, for planners."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.attempt)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
