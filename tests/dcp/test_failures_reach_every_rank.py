@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt.background import arena, process
+from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook, make_async_checkpointer
 from cloudckpt.dcp.meeting import Consensus, RankStatus
 from cloudckpt.errors import (
@@ -157,16 +158,6 @@ def _planning_oddly(base: type, where: str, field: str):
     return Planner()
 
 
-class Reporting(cloudckpt.CloudStorageWriter):
-    """Adds to the last rank's results what no pickle holds."""
-
-    def write_data(self, plan, planner):
-        future = super().write_data(plan, planner)
-        if _is_last():
-            future.value().append(threading.Lock())
-        return future
-
-
 ODD = [("plan", "can't be unpickled on the first"), ("plan", "can't be unpickled on the last")]
 
 
@@ -226,7 +217,7 @@ SAVING: dict[tuple[str, str], Told] = {
     ("location", "another"): ("DifferentCheckpointsError", None),
     ("store", "denied"): ("AccessDeniedError", None),
     ("commit", "refused by a hook"): ("AccessDeniedError", None),
-    ("plan", "a result not to be pickled"): ("RanksFailedError", None),
+    ("results", "not to be pickled"): ("RanksFailedError", None),
 }
 IN_BACKGROUND = {  # what is another error there, or has no like in other saves
     ("thread", "can't be started"): ("AsyncSaveError", None),  # first: a thread is kept
@@ -250,11 +241,10 @@ MATRIX = {
 }
 
 
-def _save(road: str, state: dict, place: Place, planner=None, hook=None, writer=None) -> None:
+def _save(road: str, state: dict, place: Place, planner=None, hook=None) -> None:
     given = {"checkpoint_id": place.uri, "config": place.config, "planner": planner}
-    if hook is not None or writer is not None or road == "torch":
-        kind = writer or cloudckpt.CloudStorageWriter
-        writer = kind(place.uri, config=place.config, commit_hook=hook)
+    if hook is not None or road == "torch":
+        writer = cloudckpt.CloudStorageWriter(place.uri, config=place.config, commit_hook=hook)
         given = {"storage_writer": writer, "planner": planner}
     if road == "torch":
         dcp.save(state, **given)
@@ -268,11 +258,9 @@ def _save(road: str, state: dict, place: Place, planner=None, hook=None, writer=
 def _fail(road: str, stage: str, kind: str, place: Place) -> None:
     """A save in which the last rank fails."""
     state = {**_rows({"a": numbered(60, 4), "b": numbered(60, 10)}), "same": numbered(3)}
-    planner, hook, writer, last = None, None, None, _is_last()
+    planner, hook, last = None, None, _is_last()
     with contextlib.ExitStack() as stack:
-        if "result" in kind:
-            writer = Reporting
-        elif stage in PLANNING:
+        if stage in PLANNING:
             planner = _failing(DefaultSavePlanner, stage, kind)
         elif (stage, kind) in ODD:
             planner = _planning_oddly(DefaultSavePlanner, kind.split()[-1], "storage_data")
@@ -295,11 +283,14 @@ def _fail(road: str, stage: str, kind: str, place: Place) -> None:
             stack.enter_context(mock.patch.object(LocalStore, "put", side_effect=denied))
         elif stage == "thread" and last:
             stack.enter_context(mock.patch.object(threading.Thread, "start", _refuse_thread))
+        elif stage == "results" and last:
+            odd = mock.Mock(side_effect=MemoryError("the dog ate it"))
+            stack.enter_context(mock.patch.object(Record, "__reduce__", odd))
         elif stage == "memory":
             state["large"] = torch.zeros(1 << 21)
             if last:
                 stack.enter_context(mock.patch.object(arena, "available_memory", return_value=1000))
-        _save(road, state, place, planner, hook, writer)
+        _save(road, state, place, planner, hook)
 
 
 def _try_all(road: str, points: list, place: Place) -> dict:

@@ -157,7 +157,7 @@ class _Load:
             with contextlib.ExitStack() as until_the_end:
                 with all_expected(self._meeting.group):
                     shared = self._ready(until_the_end)
-                self._fetch(shared)
+                self._fetch(shared, until_the_end.pop_all())
         except CheckpointReplacedError:
             if self._failure is None:
                 self._reader.reset()
@@ -225,7 +225,10 @@ class _Load:
         consensus.raise_on_all_ranks()
         if self._ours is None or meeting.group is None or terms.shares == "off":
             return None
-        return SharedReads(meeting.group, self._ours.config, self._segments, consensus.values)
+        config = self._ours.config
+        shared = SharedReads(meeting.group, config, self._segments, consensus.values)
+        until_the_end.callback(shared.leave)
+        return shared
 
     def _status(self) -> RankStatus:
         if self._failure is not None:
@@ -265,13 +268,12 @@ class _Load:
     def _planned_together(self, status: RankStatus, terms: _Terms) -> bytes:
         """Returns this rank's part, pickled, of a plan that the first rank makes from all plans."""
 
-        def make() -> bytes:
+        def make() -> LoadPlan:
             if status.failure is not None:
                 raise status.failure
-            return pickle.dumps(self._local_plan(terms))
+            return self._local_plan(terms)
 
-        def divide(pickled: list[bytes]) -> list[bytes]:
-            plans = [unpickled(plan, self._uri) for plan in pickled]
+        def divide(plans: list[LoadPlan]) -> list[bytes]:
             plans = self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
             return [pickle.dumps(plan) for plan in plans]
 
@@ -291,17 +293,14 @@ class _Load:
         self._segments = self._load.segments()
         return SharedReads.offer(self._segments, shares)
 
-    def _fetch(self, shared: SharedReads | None) -> None:
+    def _fetch(self, shared: SharedReads | None, until_the_end: contextlib.ExitStack) -> None:
         """Fetches this rank's bytes; raises the same error on all ranks if it fails on one."""
 
         def fetch() -> None:
-            try:
+            with until_the_end:
                 if self._load is None:
                     self._reader.read_data(self._plan, self._planner).wait()
                 else:
                     self._load.run(shared)
-            finally:
-                if shared is not None:
-                    shared.leave()
 
         self._meeting.begin(fetch, during=LOADING)

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt._version import __version__
 from cloudckpt.checkpoint.torch_private import Collectives, device_for_collectives, store_of_group
-from cloudckpt.dcp.failures import break_off, one_error, portable, portable_errors
+from cloudckpt.dcp.failures import break_off, one_error, portable, portable_errors, unpickled
 from cloudckpt.dcp.gloo_threads import let_finish
 from cloudckpt.errors import (
     CloudCheckpointError,
@@ -441,10 +441,18 @@ class Meeting:
         uri: str | None,
     ) -> Any:
         sendable, when = portable_errors(uri), f"in step {step!r}"
+
+        # pickled here, where an error fails the step, and not by the collective
+        def pickled() -> object:
+            return work() if self.group is None else pickle.dumps(work())
+
+        def combined(given: list[Any]) -> object:
+            return combine(given if self.group is None else [unpickled(one, uri) for one in given])
+
         with self._together(None, when):
             ranks = Collectives(self.group, self.group is not None, 0)  # fails without the group
             try:
-                return send(ranks, step, sendable(work), sendable(combine))
+                return send(ranks, step, sendable(pickled), sendable(combined))
             except CheckpointException as exc:
                 failed = exc
         failures = {rank: error for rank, (error, _) in failed.failures.items()}
@@ -455,10 +463,12 @@ class Meeting:
         try:
             with all_expected(None if during else self.group):
                 yield
-        # gloo raises the former, and a destroyed group the latter
-        except (RuntimeError, ValueError) as exc:
+        except BaseException as exc:
             self.is_broken = True
-            break_off(self.group)
+            break_off(self.group)  # the others would wait for this rank
+            # gloo raises the former, and a destroyed group the latter
+            if not isinstance(exc, (RuntimeError, ValueError)):
+                raise
             if failure is not None:
                 raise failure from exc
             raise ProcessGroupError(
@@ -468,9 +478,6 @@ class Meeting:
                 committed=None if during else False,
                 cause=exc,
             ) from exc
-        except BaseException:
-            self.is_broken = True
-            raise
 
 
 def check_together(use_collectives: bool, uri: str | None = None) -> None:

@@ -30,6 +30,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.checkpoint.from_torch import NotInColumnsError
 from cloudckpt.checkpoint.manifest import Manifest, Planned
@@ -221,14 +222,14 @@ class SaveLoop:
     def _by_protocol(self) -> Metadata:
         """Saves by the calls that torch's save makes, for custom planners and derived writers.
 
-        Plans and results are pickled here, not by the collectives: a rank that can't pickle or
-        unpickle a custom class would leave the others waiting.
+        The parts of the plan are pickled here, and unpickled within the next step: a rank that
+        can't unpickle a custom class would leave the others waiting.
         """
         writer, planner, ours = self.writer, self._planner, self._ours
         meeting = self._meeting
         planned: list[Metadata] = []
 
-        def local_step() -> bytes:
+        def local_step() -> SavePlan:
             given: dict[str, Any] = {"state_dict": self._state_dict}
             if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
                 given["storage_meta"] = writer.storage_meta()
@@ -236,26 +237,23 @@ class SaveLoop:
             if isinstance(writer, CloudStorageWriter):
                 compares = meeting.group is not None
                 writer.note_planning(self._state_dict, planner, compares=compares)
-            plan = writer.prepare_local_plan(planner.create_local_plan())
-            with paused_gc():
-                return pickle.dumps(plan)
+            return writer.prepare_local_plan(planner.create_local_plan())
 
-        def global_step(plans: list[bytes]) -> list[bytes]:
+        def global_step(plans: list[SavePlan]) -> list[bytes]:
             with paused_gc():
-                loaded = [unpickled(plan, self._uri) for plan in plans]
-                loaded, metadata = planner.create_global_plan(loaded)
+                plans, metadata = planner.create_global_plan(plans)
                 planned.append(metadata)
-                return [pickle.dumps(plan) for plan in writer.prepare_global_plan(loaded)]
+                return [pickle.dumps(plan) for plan in writer.prepare_global_plan(plans)]
 
-        def write_data() -> bytes:
+        def write_data() -> list[WriteResult]:
             plan = planner.finish_plan(unpickled(part, self._uri))
             future = writer.write_data(plan, planner)
             future.wait()
-            return pickle.dumps(future.value())
+            return future.value()
 
-        def finish_checkpoint(results: list[bytes]) -> str | Metadata:
+        def finish_checkpoint(results: list[list[WriteResult]]) -> str | Metadata:
             with committing(writer):
-                writer.finish(planned[0], [unpickled(one, self._uri) for one in results])
+                writer.finish(planned[0], results)
             return writer.attempt if isinstance(writer, CloudStorageWriter) else planned[0]
 
         part = meeting.divided_by_first("plan", local_step, global_step, self._uri)
