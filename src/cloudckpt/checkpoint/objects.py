@@ -243,7 +243,7 @@ class WrittenObject:
             )
         if not made.index_size <= made.size < 1 << 63:
             raise ValueError(
-                "invalid metadata record: an object is smaller than its index, or has 2**63 bytes"
+                "invalid metadata record: an object is smaller than its index, or above 2**63 - 1"
             )
         check_attempt(made.attempt)
         if made.folder != "":

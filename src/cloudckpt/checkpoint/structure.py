@@ -289,7 +289,7 @@ class Flat:
                     _logged.add(path)
                     logger.warning(
                         "%s: loading without a state dict can't restore the key of state_dict%s, "
-                        "a %s; loading into a state dict with this key works",
+                        "of class %s; loading into a state dict with this key works",
                         self._uri, shown((*path[:-1], key)), type(key).__name__,
                     )  # fmt: skip
                 continue

@@ -204,7 +204,7 @@ _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class _PlainUnpickler(Unpickler):
-    """Unpickles ``data.pkl`` for ``torch.load``, and makes instances of harmless classes only."""
+    """Unpickles ``data.pkl`` for ``torch.load``, making instances of allowed classes only."""
 
     def load(self) -> Any:
         of_torch = {
