@@ -147,7 +147,7 @@ def test_a_base_elsewhere_is_refused(local, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("gone", "does not exist"),
+        ("gone", "no such file"),
         ("damaged", "checksum"),
         ("without digests", "not saved with"),
         ("of torch", "not saved with"),
