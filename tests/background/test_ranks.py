@@ -12,19 +12,12 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt import BackgroundOptions
+from cloudckpt import BackgroundOptions, errors
 from cloudckpt.background import async_save, groups, process
 from cloudckpt.background.save import SaveFuture
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpoint.torch_private import Collectives
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, make_async_checkpointer
-from cloudckpt.errors import (
-    CheckpointError,
-    ConfigError,
-    ProcessGroupError,
-    SaveInProgressError,
-    SaveProcessError,
-)
 from dcp.places import Place
 from faults.states import SMALL, filled
 
@@ -89,7 +82,7 @@ def _impatient_on_one(place: Place) -> None:
             assert end.saved.wait(PATIENCE)
         else:
             first.result(PATIENCE)
-        with pytest.raises(SaveInProgressError):
+        with pytest.raises(errors.SaveInProgressError):
             begin(one, 2, place)
         end.may_end.set()
         first.result(PATIENCE)
@@ -133,7 +126,7 @@ def _told(save) -> str:
     """What becomes of a save of a checkpointer."""
     try:
         error = save().exception(PATIENCE)
-    except CheckpointError as raised:
+    except errors.CheckpointError as raised:
         return f"raised {type(raised).__name__}: {raised}"
     return "saved" if error is None else repr(error)
 
@@ -219,7 +212,7 @@ def _bad_stager(place: Place) -> str:
         pending = one.save(of_rank(1), place.writer())
         assert pending.is_staged_in_background
         error = pending.written.exception(SOON)
-        assert isinstance(error, CheckpointError)
+        assert isinstance(error, errors.CheckpointError)
         assert (pending.staged.exception(SOON) is None) == (dist.get_rank() == 0)
         return str(error)
 
@@ -253,7 +246,7 @@ def _one_loses_another(place: Place, kind: str) -> str:
     with _loses(group) if dist.get_rank() == 0 else contextlib.nullcontext():
         try:
             error = begin(one, 2, place).exception(PATIENCE)
-        except ProcessGroupError as raised:
+        except errors.ProcessGroupError as raised:
             error = raised
     dist.barrier()
     return type(error).__name__
@@ -271,7 +264,7 @@ def _one_is_gone_behind_the_meeting(place: Place) -> str:
     with (
         mock.patch.object(groups, "_CONNECT", 0.5),
         ends if is_gone else contextlib.nullcontext(),
-        pytest.raises(KeyboardInterrupt if is_gone else ProcessGroupError) as caught,
+        pytest.raises(KeyboardInterrupt if is_gone else errors.ProcessGroupError) as caught,
     ):
         cloudckpt.async_save(of_rank(1), checkpoint_id=place.uri, config=place.config)
     dist.barrier()
@@ -319,7 +312,7 @@ def _destroyed_between_steps(place: Place, *_: object) -> tuple[str, bool | None
 
     with (
         mock.patch.object(Collectives, "reduce_scatter", divided_at_last),
-        pytest.raises(ProcessGroupError) as caught,
+        pytest.raises(errors.ProcessGroupError) as caught,
     ):
         cloudckpt.save(of_rank(1), checkpoint_id=place.uri, config=place.config)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -348,7 +341,7 @@ def _made_before_the_group(place: Place, store: str) -> None:
     one, alone = AsyncSaver(), AsyncSaver(no_dist=True)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     with one, alone:
-        with pytest.raises(ConfigError, match=r"before torch\.distributed was initialized"):
+        with pytest.raises(errors.ConfigError, match=r"before torch\.distributed was initialized"):
             one.save(of_rank(1), place.writer())
         own = place.at(f"of-{rank}")
         alone.save(filled(1, SMALL), own.writer()).written.result(PATIENCE)
@@ -402,7 +395,7 @@ def _deaths(place: Place) -> None:
 
 def _fails(future: SaveFuture, why: str) -> None:
     error = future.exception(SOON)
-    assert isinstance(error, SaveProcessError), repr(error)
+    assert isinstance(error, errors.SaveProcessError), repr(error)
     assert why in str(error)
 
 

@@ -15,18 +15,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import cloudckpt
-from cloudckpt import BackgroundOptions
+from cloudckpt import BackgroundOptions, errors
 from cloudckpt.background.process import _Worker
 from cloudckpt.background.save import Save
 from cloudckpt.background.saver import AsyncSaver
 from cloudckpt.checkpointer import AsyncCheckpointer, CheckpointerConfig, make_async_checkpointer
-from cloudckpt.errors import (
-    AsyncSaveError,
-    CheckpointError,
-    ClosedError,
-    SaveInProgressError,
-    StagingError,
-)
 from dcp.children import in_a_child
 from dcp.places import Place
 from dcp.values import assert_same, blank_like
@@ -47,7 +40,7 @@ def test_a_save_that_waits_too_long_says_so_and_the_next_works(local, gate):
     with saver(patience=0.05) as one:
         first = begin(one, 1, local.at("1"), gate)
         gate.wait()
-        with pytest.raises(SaveInProgressError, match=r"not finished within 0\.05 s"):
+        with pytest.raises(errors.SaveInProgressError, match=r"not finished within 0\.05 s"):
             begin(one, 2, local.at("2"))
         gate.open()
         first.result(PATIENCE)
@@ -70,7 +63,7 @@ def test_a_save_that_could_not_be_copied_does_not_occupy_its_place(local, monkey
         third = pool.submit(begin, one, 3, local)
         concurrent.futures.wait([third], 0.2)
         may_fail.set()
-        assert isinstance(second.exception(PATIENCE), StagingError)
+        assert isinstance(second.exception(PATIENCE), errors.StagingError)
         third.result(PATIENCE).result(PATIENCE)
     assert step_at(local) == 3
 
@@ -149,7 +142,7 @@ def test_closing_again_does_what_an_interrupt_has_kept_from_being_done(local, ga
     assert kind == THREAD or eventually(lambda: not is_running(pid))
     gc.collect()
     assert staged_copies() == before
-    with pytest.raises(ClosedError):
+    with pytest.raises(errors.ClosedError):
         begin(one, 2, local)
 
 
@@ -163,7 +156,7 @@ def test_a_saver_whose_thread_can_not_be_started_is_not_made(is_alive, why, monk
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: is_alive)
-    with pytest.raises(AsyncSaveError, match=why):
+    with pytest.raises(errors.AsyncSaveError, match=why):
         saver()
 
 
@@ -235,7 +228,7 @@ def test_a_failure_is_told_although_a_save_was_skipped_in_between(local, tmp_pat
     assert one.save(local.uri, filled(2, SMALL))[1].skipped
     gate.open()
     assert first.exception(PATIENCE) is not None
-    with pytest.raises(CheckpointError, match="the dog ate it"):
+    with pytest.raises(errors.CheckpointError, match="the dog ate it"):
         one.close()
 
 
@@ -243,7 +236,7 @@ def test_closing_before_the_save_has_ended_says_that_it_has_not(local, gate):
     one = checkpointer(local, patience=0.05)
     written = one.save(local.uri, filled(1, SMALL), planner=gate)[1]
     gate.wait()
-    with pytest.raises(SaveInProgressError, match=r"not finished within 0\.05 s") as caught:
+    with pytest.raises(errors.SaveInProgressError, match=r"not finished within 0\.05 s") as caught:
         one.close()
     assert caught.value.uri == local.uri
     gate.open()
@@ -292,7 +285,7 @@ def test_a_stager_that_returns_no_state_dict_fails_the_save(local, is_future):
         save = one.save(filled(3, SMALL), local.writer())
         for future in (save.staged, save.written):
             error = future.exception(PATIENCE)
-            assert isinstance(error, StagingError)
+            assert isinstance(error, errors.StagingError)
             assert "returned a NoneType: return a copy" in str(error)
     assert local.names() == []
 

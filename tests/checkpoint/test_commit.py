@@ -8,26 +8,12 @@ import uuid
 
 import pytest
 
+from cloudckpt import errors
 from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.baseline import Baseline
 from cloudckpt.checkpoint.commit import commit, conditions_work
 from cloudckpt.checksum import CRC32C
 from cloudckpt.config import RetryPolicy
-from cloudckpt.errors import (
-    AccessDeniedError,
-    CheckpointConflictError,
-    CheckpointExistsError,
-    CloudCheckpointError,
-    CommitUnknownError,
-    ConfigError,
-    ConnectionLostError,
-    InvalidRequestError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    ServerError,
-    StoreError,
-    ThrottledError,
-)
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.transfer.retry import Retrier
 from support.faulty_store import FaultyStore
@@ -72,7 +58,7 @@ def write(store, data, key=KEY, attempt="of another writer"):
 def held(store):
     try:
         return bytes(store.inner.get(KEY)[0])
-    except StoreError:
+    except errors.StoreError:
         return None
 
 
@@ -100,15 +86,15 @@ def looking(store, retrier, key=KEY):
 def test_a_save_notes_what_is_there(store, retrier):
     assert begin(looking(store, retrier)) == Baseline(KEY, None)
     version = write(store, OLD).version
-    store.fail("get_range", ServerError, calls=[1, 2])
+    store.fail("get_range", errors.ServerError, calls=[1, 2])
     assert begin(looking(store, retrier)) == Baseline(KEY, version)
-    with pytest.raises(CheckpointExistsError) as caught:
+    with pytest.raises(errors.CheckpointExistsError) as caught:
         begin(looking(store, retrier), overwrite=False)
     assert caught.value.uri == f"mem://bucket/{KEY}"
     nowhere = looking(store, retrier, "other/.metadata")
     assert begin(nowhere, "other/.metadata", overwrite=False).version is None
-    store.fail("get_range", AccessDeniedError)
-    with pytest.raises(AccessDeniedError):  # which is no empty place
+    store.fail("get_range", errors.AccessDeniedError)
+    with pytest.raises(errors.AccessDeniedError):  # which is no empty place
         begin(looking(store, retrier))
 
 
@@ -141,7 +127,7 @@ def test_what_came_since_the_save_began_was_not_there_before(
     if is_there:
         assert begin(look, began=100.0) == Baseline(KEY, "v")
     else:
-        with pytest.raises(CheckpointConflictError):
+        with pytest.raises(errors.CheckpointConflictError):
             begin(look, began=100.0)
     assert len(answers) <= 2
 
@@ -155,7 +141,7 @@ def test_what_comes_between_two_looks_of_a_beginning_is_no_baseline(monkeypatch)
         version, answered = next(answers)
         return ObjectInfo(KEY, 1, version, modified=1000.0, answered=answered)
 
-    with pytest.raises(CheckpointConflictError):
+    with pytest.raises(errors.CheckpointConflictError):
         begin(look, began=100.0)
 
 
@@ -173,30 +159,30 @@ def test_a_commit_of_which_the_server_kept_the_beginning_is_none(store, retrier,
     def cut(key, body, *, checksum, **options):
         store.inner.put = whole
         MemoryStore.put(store.inner, key, [body[0]], checksum=checksum, **options)
-        raise ConnectionLostError("lost")
+        raise errors.ConnectionLostError("lost")
 
     store.inner.put = cut
-    with pytest.raises(CommitUnknownError):
+    with pytest.raises(errors.CommitUnknownError):
         finish(store, base, retrier)
 
 
 OUTCOMES = {  # of a try: what is heard of it, and whether the store carries it out
     "done": (None, True),
-    "lost": (ConnectionLostError, False),
-    "answer lost": (ConnectionLostError, True),
-    "busy": (ThrottledError, False),  # as load balancers say, too
-    "busy, but done": (ThrottledError, True),
-    "turned away": (in_its_words(ThrottledError), False),
-    "denied": (AccessDeniedError, False),
-    "denied by the store": (in_its_words(AccessDeniedError), False),
-    "conflict": (PreconditionFailedError, False),
-    "conflict, but done": (PreconditionFailedError, True),
+    "lost": (errors.ConnectionLostError, False),
+    "answer lost": (errors.ConnectionLostError, True),
+    "busy": (errors.ThrottledError, False),  # as load balancers say, too
+    "busy, but done": (errors.ThrottledError, True),
+    "turned away": (in_its_words(errors.ThrottledError), False),
+    "denied": (errors.AccessDeniedError, False),
+    "denied by the store": (in_its_words(errors.AccessDeniedError), False),
+    "conflict": (errors.PreconditionFailedError, False),
+    "conflict, but done": (errors.PreconditionFailedError, True),
 }
 LOOKS = {  # at what is there afterwards
     "answered": None,
-    "silent": ConnectionLostError,
-    "denied": AccessDeniedError,
-    "nothing, says a gateway": ObjectNotFoundError,
+    "silent": errors.ConnectionLostError,
+    "denied": errors.AccessDeniedError,
+    "nothing, says a gateway": errors.ObjectNotFoundError,
 }
 MEANWHILE = [None, (1, "theirs"), (2, "theirs"), (1, "nameless"), (1, "deleted"), (2, "deleted")]
 """Before which try somebody else does something."""
@@ -222,7 +208,7 @@ class Scripted(Bucket):
             if is_carried_out:
                 info = super().put(key, body, attempt=attempt, **options)
                 self.has_carried_out = True
-        except PreconditionFailedError:
+        except errors.PreconditionFailedError:
             if error is None:
                 raise
         if error is None:
@@ -248,7 +234,7 @@ class Scripted(Bucket):
     def there(self):
         try:
             return super().head(KEY)
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             return None
 
 
@@ -267,7 +253,7 @@ def test_whatever_befalls_a_commit_its_outcome_is_true(before, conditional, look
         error, baseline = None, Baseline(KEY, version)
         try:
             finish(store, baseline, retrier, conditional=conditional)
-        except CloudCheckpointError as raised:
+        except errors.CloudCheckpointError as raised:
             error = raised
         case, there = (script, meanwhile, error), store.there()
         is_ours = there is not None and there.attempt not in ("", "of another writer")
@@ -278,24 +264,27 @@ def test_whatever_befalls_a_commit_its_outcome_is_true(before, conditional, look
             assert store.looks == 0 or store.is_uncertain, case
         else:
             assert error.uri == store.uri(KEY) or not isinstance(
-                error, (CommitUnknownError, CheckpointConflictError)
+                error, (errors.CommitUnknownError, errors.CheckpointConflictError)
             ), case
-        if isinstance(error, CommitUnknownError):
+        if isinstance(error, errors.CommitUnknownError):
             assert store.is_uncertain, case
         elif error is not None:
             assert not is_ours, case
             is_proven = conditional and look == "answered" and has_moved
             assert not store.is_uncertain or is_proven, case
             assert store.looks == 0 or store.is_uncertain, case
-            assert store.tries == 4 or not isinstance(error, ThrottledError), case
+            assert store.tries == 4 or not isinstance(error, errors.ThrottledError), case
         if look == "answered" and is_ours:
             assert error is None, case
-        if isinstance(error, CheckpointConflictError):
-            assert isinstance(error.__cause__, PreconditionFailedError), case
-        if isinstance(getattr(error, "__cause__", None), PreconditionFailedError) and conditional:
+        if isinstance(error, errors.CheckpointConflictError):
+            assert isinstance(error.__cause__, errors.PreconditionFailedError), case
+        if (
+            isinstance(getattr(error, "__cause__", None), errors.PreconditionFailedError)
+            and conditional
+        ):
             is_named = there is None or there.attempt
             if not store.is_uncertain or (look == "answered" and has_moved and is_named):
-                assert isinstance(error, CheckpointConflictError), case
+                assert isinstance(error, errors.CheckpointConflictError), case
 
 
 @pytest.mark.parametrize("is_certain", [True, False])
@@ -306,10 +295,10 @@ def test_a_check_that_fails_before_a_second_try_ends_the_commit(store, retrier, 
     def check():
         tries.append(1)
         if len(tries) > 1:
-            raise CheckpointConflictError("another job has started")
+            raise errors.CheckpointConflictError("another job has started")
 
-    store.fail("put", in_its_words(ThrottledError) if is_certain else ThrottledError)
-    error = CheckpointConflictError if is_certain else CommitUnknownError
+    store.fail("put", in_its_words(errors.ThrottledError) if is_certain else errors.ThrottledError)
+    error = errors.CheckpointConflictError if is_certain else errors.CommitUnknownError
     body = [memoryview(OURS)]
     with pytest.raises(error):
         commit(store, Baseline(KEY, None), body, conditional=True, retrier=retrier, check=check)
@@ -325,8 +314,8 @@ def test_where_metadata_are_dropped_a_commit_whose_answer_was_lost_is_unknown(re
     store = FaultyStore(Dropping())
     version = None if before is None else write(store, before).version
     finish(store, Baseline(KEY, version), retrier, conditional=False)  # which needs no proof
-    store.fail("put", ConnectionLostError, when="after")
-    with pytest.raises(CommitUnknownError):
+    store.fail("put", errors.ConnectionLostError, when="after")
+    with pytest.raises(errors.CommitUnknownError):
         finish(store, Baseline(KEY, store.inner.head(KEY).version), retrier)
     assert held(store) == OURS
 
@@ -365,7 +354,7 @@ class Refusing(Bucket):
 
     def put(self, key, body, *, if_version=None, **others):
         if if_version is not None:
-            raise InvalidRequestError("no such header")
+            raise errors.InvalidRequestError("no such header")
         return super().put(key, body, **others)
 
 
@@ -379,7 +368,7 @@ class Refusing(Bucket):
 def test_a_store_that_does_not_honour_conditions_is_found_out(retrier, bucket):
     store = FaultyStore(bucket)
     for _ in range(2):
-        with pytest.raises(ConfigError, match="conditional_writes='off'"):
+        with pytest.raises(errors.ConfigError, match="conditional_writes='off'"):
             trial(store, retrier)
     assert nothing_is_left(store)
 
@@ -387,13 +376,13 @@ def test_a_store_that_does_not_honour_conditions_is_found_out(retrier, bucket):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_fault_during_the_trial_is_no_verdict(store, retrier, call, when):
-    store.fail("put", ConnectionLostError, calls=[call], when=when)
+    store.fail("put", errors.ConnectionLostError, calls=[call], when=when)
     assert trial(store, retrier)
 
 
 def test_a_store_that_does_not_answer_is_not_judged(store, retrier):
-    store.fail("put", ConnectionLostError)
-    with pytest.raises(ConnectionLostError):
+    store.fail("put", errors.ConnectionLostError)
+    with pytest.raises(errors.ConnectionLostError):
         trial(store, retrier)
     store.heal()
     assert trial(store, retrier)
@@ -407,6 +396,6 @@ def test_what_the_vendor_documents_or_the_user_says_is_believed(store, retrier, 
     store.capabilities = dataclasses.replace(store.capabilities, conditional_writes=True)
     assert trial(store, retrier)
     store.capabilities = dataclasses.replace(store.capabilities, conditional_writes=False)
-    with pytest.raises(ConfigError):
+    with pytest.raises(errors.ConfigError):
         trial(store, retrier)
     assert store.calls.total() == 0

@@ -23,23 +23,11 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
+from cloudckpt import errors
 from cloudckpt.background import arena, process
 from cloudckpt.checkpoint.record import Record
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook, make_async_checkpointer
 from cloudckpt.dcp.meeting import Consensus, RankStatus
-from cloudckpt.errors import (
-    AccessDeniedError,
-    CheckpointCorruptError,
-    CloudCheckpointError,
-    CommitUnknownError,
-    ConfigError,
-    InvalidURIError,
-    MissingKeyError,
-    RanksFailedError,
-    ShapeMismatchError,
-    TransferCancelledError,
-    UnsupportedTensorError,
-)
 from cloudckpt.hf import SafetensorsWriter
 from cloudckpt.stores.local import LocalStore
 
@@ -74,7 +62,7 @@ class OneOfALibraryError(Exception):
 
 KINDS = {  # of what a planner raises
     "foreign": lambda: ArithmeticError("the dog ate it"),
-    "ours": lambda: UnsupportedTensorError("the dog ate it"),
+    "ours": lambda: errors.UnsupportedTensorError("the dog ate it"),
     "interrupt": lambda: KeyboardInterrupt("the dog ate it"),
     "not to be pickled": lambda: UnpicklableError("the dog ate it"),
     "not to be unpickled": lambda: OneOfALibraryError("ate it", "the dog"),
@@ -181,7 +169,7 @@ class OddValue:
 
 class Refusing(CommitHook):
     def before_commit(self, uri, metadata):
-        raise AccessDeniedError("the dog ate it")
+        raise errors.AccessDeniedError("the dog ate it")
 
 
 def _refuse_thread(thread: threading.Thread, start=threading.Thread.start) -> None:
@@ -279,7 +267,7 @@ def _fail(road: str, stage: str, kind: str, place: Place) -> None:
         elif stage == "commit":
             hook = Refusing()
         elif stage == "store" and last:
-            denied = AccessDeniedError("the dog ate it", certain=True)
+            denied = errors.AccessDeniedError("the dog ate it", certain=True)
             stack.enter_context(mock.patch.object(LocalStore, "put", side_effect=denied))
         elif stage == "thread" and last:
             stack.enter_context(mock.patch.object(threading.Thread, "start", _refuse_thread))
@@ -331,7 +319,9 @@ def test_what_fails_on_one_rank_fails_the_save_on_all_and_nothing_stays(road, lo
 class Different(DefaultSavePlanner):
     def resolve_data(self, write_item):
         if not _is_last():
-            raise [ArithmeticError, UnsupportedTensorError][dist.get_rank()]("the dog ate it")
+            raise [ArithmeticError, errors.UnsupportedTensorError][dist.get_rank()](
+                "the dog ate it"
+            )
         return super().resolve_data(write_item)
 
 
@@ -341,13 +331,13 @@ def _fail_differently(place: Place) -> None:
 
 def test_two_ranks_that_fail_differently_are_both_named(local, ranks):
     told = ranks.errors(3, _fail_differently, local)
-    assert [type(error) for error in told] == [RanksFailedError] * 3
+    assert [type(error) for error in told] == [errors.RanksFailedError] * 3
     assert all(error.failures.keys() == {0, 1} for error in told)
 
 
 class Cancelled:
     def state_dict(self):
-        raise TransferCancelledError("by its own user")
+        raise errors.TransferCancelledError("by its own user")
 
     load_state_dict = dict
 
@@ -357,12 +347,12 @@ def _stop_alone(place: Place) -> None:
 
 
 def test_a_rank_that_stops_although_no_other_has_failed_is_heard_by_all(local, ranks):
-    assert [*map(type, ranks.errors(2, _stop_alone, local))] == [TransferCancelledError] * 2
+    assert [*map(type, ranks.errors(2, _stop_alone, local))] == [errors.TransferCancelledError] * 2
 
 
 def test_a_failure_of_an_earlier_save_is_named_beside_one_of_this():
-    earlier = RankStatus(failure=RanksFailedError("rank 1 failed"), earlier=1)
-    now = RankStatus(failure=InvalidURIError("the location is empty"))
+    earlier = RankStatus(failure=errors.RanksFailedError("rank 1 failed"), earlier=1)
+    now = RankStatus(failure=errors.InvalidURIError("the location is empty"))
     assert Consensus(0, [earlier, now], [None, None], "").objection().failures.keys() == {0, 1}
 
 
@@ -381,7 +371,7 @@ def test_what_fails_after_the_commit_of_a_derived_writer_undoes_nothing(error, l
             super().finish(metadata, results)
 
     writer = Pointing(local.uri, config=local.config)
-    raised = KeyboardInterrupt if error is KeyboardInterrupt else CommitUnknownError
+    raised = KeyboardInterrupt if error is KeyboardInterrupt else errors.CommitUnknownError
     with pytest.raises(raised):
         cloudckpt.save({"t": numbered(5)}, storage_writer=writer)
     local.load(state := {"t": torch.zeros(5)})
@@ -413,7 +403,7 @@ def _by_checkpointer(place: Place, *args, **kwargs) -> None:
 
 
 def _without_a_process(place: Place) -> None:
-    failing = mock.Mock(side_effect=ConfigError("no processes here"))
+    failing = mock.Mock(side_effect=errors.ConfigError("no processes here"))
     with mock.patch.object(process, "_start", failing if _is_last() else process._start):
         _checkpointer(place, PROCESS).close()
 
@@ -495,7 +485,7 @@ def test_what_one_rank_begins_wrongly_is_told_to_all_at_once(local, ranks):
 UNREADABLE = [
     MemoryError("could not be allocated"),
     OSError("the disk is on fire"),
-    AccessDeniedError("not you", uri="file:///x"),
+    errors.AccessDeniedError("not you", uri="file:///x"),
 ]
 
 
@@ -519,8 +509,8 @@ def _unreadable(error: Exception, name: str):
 
 RECEIVING = ["set_up_planner", "create_local_plan", "resolve_tensor", "commit_tensor", "load_bytes"]
 MISFITS = {
-    "a key is missing": ({"evne": (3,)}, MissingKeyError),
-    "another shape": ({"uneven": (5, 7)}, ShapeMismatchError),
+    "a key is missing": ({"evne": (3,)}, errors.MissingKeyError),
+    "another shape": ({"uneven": (5, 7)}, errors.ShapeMismatchError),
 }
 LOADING: dict[tuple[str, str], Told] = {
     **{(stage, kind): (BECOMES[kind], None) for stage in RECEIVING for kind in KINDS},
@@ -561,7 +551,7 @@ def _fail_to_load(stage: str, kind: str, place: Place) -> None:
         elif kind == "nothing is there":
             place = place.at("nothing")
         elif stage == "data" and kind == "denied" and last:
-            error = AccessDeniedError("the dog ate it", certain=True)
+            error = errors.AccessDeniedError("the dog ate it", certain=True)
             stack.enter_context(_unreadable(error, ".distcp"))
         elif stage == "data" and kind == "damaged":
             place = place.at("damaged")
@@ -622,12 +612,12 @@ def test_metadata_that_can_not_be_read_are_not_called_missing(error, name, local
     there.save({"t": numbered(5)})
     os.rename(f"{there.path}/.metadata", f"{there.path}/{name}")
     for place in (there, empty):
-        with _unreadable(error, f"/{name}"), pytest.raises(CloudCheckpointError) as caught:
+        with _unreadable(error, f"/{name}"), pytest.raises(errors.CloudCheckpointError) as caught:
             place.load({"t": torch.zeros(5)})
         assert str(error) in str(caught.value)
-        assert not isinstance(caught.value, (FileNotFoundError, RanksFailedError))
-        assert not isinstance(caught.value, CheckpointCorruptError)
-        if isinstance(error, CloudCheckpointError):
+        assert not isinstance(caught.value, (FileNotFoundError, errors.RanksFailedError))
+        assert not isinstance(caught.value, errors.CheckpointCorruptError)
+        if isinstance(error, errors.CloudCheckpointError):
             assert type(caught.value) is type(error)
 
 

@@ -13,16 +13,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import Config, RetryPolicy, aio
-from cloudckpt.errors import (
-    BucketNotFoundError,
-    CheckpointNotFoundError,
-    ConfigError,
-    ConnectionLostError,
-    InvalidURIError,
-    ObjectNotFoundError,
-    ServerError,
-)
+from cloudckpt import Config, RetryPolicy, aio, errors
 from cloudckpt.stores import registry
 from cloudckpt.stores.base import ObjectInfo, Retry, once
 from cloudckpt.uri import CheckpointURI
@@ -121,16 +112,16 @@ def test_errors_have_the_names_that_they_have_elsewhere(place) -> None:
         with pytest.raises(kind):
             asyncio.run(coroutine)
 
-    fails(CheckpointNotFoundError, aio.inspect(f"{place.uri}/step-1", config=config))
-    fails(CheckpointNotFoundError, aio.verify(f"{place.uri}/step-1", config=config))
-    fails(ObjectNotFoundError, aio.load_file(f"{place.uri}/file", config=config))
-    fails(InvalidURIError, aio.exists("ftp://x/y", config=config))
-    fails(ConfigError, aio.latest(place.uri, step_name="epoch", config=config))
+    fails(errors.CheckpointNotFoundError, aio.inspect(f"{place.uri}/step-1", config=config))
+    fails(errors.CheckpointNotFoundError, aio.verify(f"{place.uri}/step-1", config=config))
+    fails(errors.ObjectNotFoundError, aio.load_file(f"{place.uri}/file", config=config))
+    fails(errors.InvalidURIError, aio.exists("ftp://x/y", config=config))
+    fails(errors.ConfigError, aio.latest(place.uri, step_name="epoch", config=config))
     if place.is_cloud:
         elsewhere = f"{place.uri.partition('://')[0]}://no-such-bucket-of-ours/run"
-        fails(BucketNotFoundError, aio.exists(elsewhere, config=config))
-        fails(BucketNotFoundError, aio.latest(elsewhere, config=config))
-        fails(BucketNotFoundError, aio.list_checkpoints(elsewhere, config=config))
+        fails(errors.BucketNotFoundError, aio.exists(elsewhere, config=config))
+        fails(errors.BucketNotFoundError, aio.latest(elsewhere, config=config))
+        fails(errors.BucketNotFoundError, aio.list_checkpoints(elsewhere, config=config))
 
 
 # faults
@@ -139,7 +130,10 @@ def test_errors_have_the_names_that_they_have_elsewhere(place) -> None:
 @on["s3 google azure"]
 @pytest.mark.parametrize(
     ("fault", "error"),
-    [(Reset("answer"), ConnectionLostError), (Respond(GATEWAYS["not found"]), ServerError)],
+    [
+        (Reset("answer"), errors.ConnectionLostError),
+        (Respond(GATEWAYS["not found"]), errors.ServerError),
+    ],
     ids=["lost answer", "gateway"],
 )
 def test_what_does_not_pass_is_raised_and_is_no_empty_run(place, fault, error) -> None:

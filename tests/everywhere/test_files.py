@@ -8,17 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cloudckpt import Config
+from cloudckpt import Config, errors
 from cloudckpt.config import MIB
-from cloudckpt.errors import (
-    CheckpointCorruptError,
-    CheckpointExistsError,
-    CheckpointReplacedError,
-    ConfigError,
-    InvalidURIError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-)
 from cloudckpt.files import load_file, save_file
 from support.memory_store import MemoryStore
 
@@ -43,7 +34,7 @@ def test_what_was_saved_is_loaded(place, data) -> None:
 
 def test_a_file_that_is_not_there_is_told_as_such(place) -> None:
     for name in ("nothing", "folder/nothing"):
-        with pytest.raises(ObjectNotFoundError) as caught:
+        with pytest.raises(errors.ObjectNotFoundError) as caught:
             load_file(f"{place.uri}/{name}", config=place.config)
         assert isinstance(caught.value, FileNotFoundError)
 
@@ -51,9 +42,9 @@ def test_a_file_that_is_not_there_is_told_as_such(place) -> None:
 def test_only_one_of_two_writers_creates_a_file(place) -> None:
     uri, config = f"{place.uri}/lock.json", place.config
     first = save_file(uri, b"first", if_absent=True, config=config)
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         save_file(uri, b"second", if_absent=True, config=config)
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(errors.CheckpointExistsError):
         save_file(uri, b"third", config=dataclasses.replace(config, overwrite=False))
     found = load_file(uri, config=config)
     assert found == b"first"
@@ -65,10 +56,10 @@ def test_what_was_read_is_replaced_only_if_nobody_else_has_done_so(place) -> Non
     save_file(uri, b"1", config=config)
     ours, theirs = load_file(uri, config=config), load_file(uri, config=config)
     newer = save_file(uri, theirs + b"2", if_version=theirs.version, config=config)
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         save_file(uri, ours + b"3", if_version=ours.version, config=config)
     assert load_file(uri, if_version=newer, config=config) == b"12"
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         load_file(uri, if_version=ours.version, config=config)
 
 
@@ -92,14 +83,17 @@ def test_what_can_be_no_file_is_refused(place, tmp_path) -> None:
         (TypeError, uri, "text, or a path", {}),
         (TypeError, uri, "text, or a path", {"if_absent": True}),
         (TypeError, uri, io.StringIO("text"), {}),
-        (InvalidURIError, "memory://bucket", b"", {}),
-        (InvalidURIError, tmp_path, b"", {}),  # a folder
-        (ConfigError, uri, b"", {"if_absent": True, "if_version": "1"}),
-        (ConfigError, uri, b"", {"if_absent": True, "config": off}),
+        (errors.InvalidURIError, "memory://bucket", b"", {}),
+        (errors.InvalidURIError, tmp_path, b"", {}),  # a folder
+        (errors.ConfigError, uri, b"", {"if_absent": True, "if_version": "1"}),
+        (errors.ConfigError, uri, b"", {"if_absent": True, "config": off}),
     ]:
         with pytest.raises(error):
             save_file(where, data, **{"config": config, **options})
-    for error, where in [(InvalidURIError, "memory://bucket"), (ObjectNotFoundError, uri)]:
+    for error, where in [
+        (errors.InvalidURIError, "memory://bucket"),
+        (errors.ObjectNotFoundError, uri),
+    ]:
         with pytest.raises(error):
             load_file(where, config=config)
 
@@ -135,7 +129,7 @@ def test_damaged_bytes_are_fetched_again_and_then_refused(serve, caplog) -> None
     assert load_file(URI, config=CONFIG) == b"content"
     assert "read again" in caplog.text
     rotten.times = 255
-    with pytest.raises(CheckpointCorruptError, match="checksum"):
+    with pytest.raises(errors.CheckpointCorruptError, match="checksum"):
         load_file(URI, config=CONFIG)
     unverified = dataclasses.replace(CONFIG, verify=False)
     assert load_file(URI, config=unverified) != b"content"
@@ -150,5 +144,5 @@ def test_a_file_that_is_replaced_while_it_is_read_is_of_one_version(serve) -> No
     store.times = 1
     assert load_file(URI, config=CONFIG) == b"newer1"
     store.times = 1 << 30
-    with pytest.raises(CheckpointReplacedError):
+    with pytest.raises(errors.CheckpointReplacedError):
         load_file(URI, config=CONFIG)

@@ -10,16 +10,8 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import cloudckpt
-from cloudckpt import RetryPolicy
+from cloudckpt import RetryPolicy, errors
 from cloudckpt.config import MIB
-from cloudckpt.errors import (
-    AccessDeniedError,
-    CheckpointCorruptError,
-    ConnectionLostError,
-    ServerError,
-    StoreError,
-    ThrottledError,
-)
 from support.wire.faults import Corrupt, Drip, Reset, Stall, Throttle, Truncate
 from support.wire.hop import Hop
 
@@ -47,15 +39,15 @@ MATRIX = [
     *(("data", fault, 2, None) for fault in FAULTS if fault not in LASTING),
     ("metadata", "cut answer", 2, None),
     ("metadata", "stall before the answer", 1, None),
-    ("data", "reset", FOR_GOOD, ConnectionLostError),
-    ("data", "no body", FOR_GOOD, ConnectionLostError),
-    ("data", "slow down", FOR_GOOD, ThrottledError),
-    ("data", "denied", FOR_GOOD, AccessDeniedError),
-    ("data", "key disabled", FOR_GOOD, StoreError),
-    ("data", "stall in the body", FOR_GOOD, ConnectionLostError),
-    ("metadata", "stall by drips", FOR_GOOD, ConnectionLostError),
-    *((read, "internal error", FOR_GOOD, ServerError) for read in READS),
-    ("metadata", "stall before the answer", FOR_GOOD, ConnectionLostError),
+    ("data", "reset", FOR_GOOD, errors.ConnectionLostError),
+    ("data", "no body", FOR_GOOD, errors.ConnectionLostError),
+    ("data", "slow down", FOR_GOOD, errors.ThrottledError),
+    ("data", "denied", FOR_GOOD, errors.AccessDeniedError),
+    ("data", "key disabled", FOR_GOOD, errors.StoreError),
+    ("data", "stall in the body", FOR_GOOD, errors.ConnectionLostError),
+    ("metadata", "stall by drips", FOR_GOOD, errors.ConnectionLostError),
+    *((read, "internal error", FOR_GOOD, errors.ServerError) for read in READS),
+    ("metadata", "stall before the answer", FOR_GOOD, errors.ConnectionLostError),
 ]
 
 
@@ -111,7 +103,7 @@ class TestDamageOnTheWay:
             return span is not None and span[1] - span[0] >= 5 * MIB
 
         proxy.inject(Corrupt(at), operation="GetObject", where=holds_weight, times=2)
-        with pytest.raises(CheckpointCorruptError) as caught:
+        with pytest.raises(errors.CheckpointCorruptError) as caught:
             load_step(uri, shaky)
         assert caught.value.item == "weight"
         asked = next(filter(holds_weight, proxy.requests("GetObject")))
@@ -161,7 +153,7 @@ class TestDamageInTheStore:
             store.delete(key)
         else:
             store.put(key, changed[damage])
-        with pytest.raises(CheckpointCorruptError) as caught:
+        with pytest.raises(errors.CheckpointCorruptError) as caught:
             load_step(uri, direct, SMALL)
         assert (caught.value.uri, caught.value.item) == (store.uri_of(key), "weight")
 
@@ -176,7 +168,7 @@ class TestDamageInTheStore:
         other = data[:-1] + bytes([data[-1] ^ 1])
         breaking = _Break(after=MIB, change=lambda: store.put(key, other))
         proxy.inject(breaking, operation="GetObject", path=f"*/{key}", skip=1, times=1)
-        with pytest.raises(CheckpointCorruptError, match="replaced") as caught:
+        with pytest.raises(errors.CheckpointCorruptError, match="replaced") as caught:
             load_step(uri, config)
         assert (caught.value.uri, caught.value.item) == (store.uri_of(key), "weight")
 
@@ -186,7 +178,7 @@ class TestDamageInTheStore:
             data = bytearray(store.get(key))
             data[-20] ^= 1
             store.put(key, bytes(data))
-        with pytest.raises(CheckpointCorruptError, match="checksum") as caught:
+        with pytest.raises(errors.CheckpointCorruptError, match="checksum") as caught:
             load_step(uri, direct, SMALL)
         assert caught.value.uri.endswith(".distcp")
         assert load_step(uri, dataclasses.replace(direct, verify=False), SMALL) == 1

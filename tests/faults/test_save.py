@@ -8,18 +8,7 @@ from collections import Counter
 import pytest
 
 import cloudckpt
-from cloudckpt import RetryPolicy
-from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    ConnectionLostError,
-    CredentialsError,
-    ServerError,
-    StorageFullError,
-    ThrottledError,
-)
+from cloudckpt import RetryPolicy, errors
 from support.wire.faults import Call, CorruptUpload, Delay, Reset, Stall, Truncate
 
 from .refusals import COMMON, Refusal
@@ -70,29 +59,29 @@ MATRIX = [
     ("commit", "stall before the answer", 1, None, "save"),
     ("part", "reset within the body", 2, None, "background"),
     *(
-        (step, "internal error", FOR_GOOD, ServerError, "save")
+        (step, "internal error", FOR_GOOD, errors.ServerError, "save")
         for step in STEPS
         if step not in ("tidy", "commit")
     ),
-    ("part", "reset", FOR_GOOD, ConnectionLostError, "save"),
-    ("part", "slow down", FOR_GOOD, ThrottledError, "save"),
-    ("part", "too many requests", FOR_GOOD, ThrottledError, "save"),
-    ("part", "denied", FOR_GOOD, AccessDeniedError, "save"),
-    ("part", "expired token", FOR_GOOD, CredentialsError, "save"),
-    ("begin", HARDEST, FOR_GOOD, ConnectionLostError, "save"),
-    ("part", HARDEST, FOR_GOOD, ConnectionLostError, "save"),
-    ("part", "internal error", FOR_GOOD, ServerError, "first"),
-    ("part", "internal error", FOR_GOOD, ServerError, "background"),
-    ("complete", "error behind 200", FOR_GOOD, ServerError, "save"),
+    ("part", "reset", FOR_GOOD, errors.ConnectionLostError, "save"),
+    ("part", "slow down", FOR_GOOD, errors.ThrottledError, "save"),
+    ("part", "too many requests", FOR_GOOD, errors.ThrottledError, "save"),
+    ("part", "denied", FOR_GOOD, errors.AccessDeniedError, "save"),
+    ("part", "expired token", FOR_GOOD, errors.CredentialsError, "save"),
+    ("begin", HARDEST, FOR_GOOD, errors.ConnectionLostError, "save"),
+    ("part", HARDEST, FOR_GOOD, errors.ConnectionLostError, "save"),
+    ("part", "internal error", FOR_GOOD, errors.ServerError, "first"),
+    ("part", "internal error", FOR_GOOD, errors.ServerError, "background"),
+    ("complete", "error behind 200", FOR_GOOD, errors.ServerError, "save"),
     ("complete", HARDEST, FOR_GOOD, None, "save"),  # it is found in the store
     ("whole", HARDEST, FOR_GOOD, None, "save"),
     ("commit", HARDEST, FOR_GOOD, None, "save"),
-    ("commit", "reset", FOR_GOOD, CommitUnknownError, "save"),  # it may yet arrive
-    ("commit", "internal error", FOR_GOOD, CommitUnknownError, "save"),
-    ("commit", "internal error", FOR_GOOD, CommitUnknownError, "background"),
-    ("commit", "slow down", FOR_GOOD, ThrottledError, "save"),
-    ("commit", "too many requests", FOR_GOOD, ThrottledError, "save"),
-    ("commit", "denied", FOR_GOOD, AccessDeniedError, "save"),
+    ("commit", "reset", FOR_GOOD, errors.CommitUnknownError, "save"),  # it may yet arrive
+    ("commit", "internal error", FOR_GOOD, errors.CommitUnknownError, "save"),
+    ("commit", "internal error", FOR_GOOD, errors.CommitUnknownError, "background"),
+    ("commit", "slow down", FOR_GOOD, errors.ThrottledError, "save"),
+    ("commit", "too many requests", FOR_GOOD, errors.ThrottledError, "save"),
+    ("commit", "denied", FOR_GOOD, errors.AccessDeniedError, "save"),
     ("tidy", "internal error", FOR_GOOD, None, "save"),
 ]
 ELSEWHERE = (HARDEST, "internal error", "slow down", "reset", "denied", "error behind 200")
@@ -132,12 +121,12 @@ def test_a_save_ends_whole_or_by_a_name_and_without_a_trace(
     assert caught.value.cause
     tries = Counter(request.target for request in proxy.requests(operation, path)[skip:])
     assert enough_tries(tries)
-    if error is CommitUnknownError:  # no data are deleted that it needs
+    if error is errors.CommitUnknownError:  # no data are deleted that it needs
         assert {key.rpartition(".")[2] for key in store.objects() - before} == {"distcp"}
     else:
         assert (store.objects(), store.uploads()) == (before, [])
     if road == "first":
-        with pytest.raises(CheckpointNotFoundError):
+        with pytest.raises(errors.CheckpointNotFoundError):
             load_step(uri, direct, nbytes)
     else:
         assert load_step(uri, direct, nbytes) == 1
@@ -191,7 +180,7 @@ def test_a_save_and_a_load_follow_the_bucket_to_its_region(store, proxy, unshare
 def test_a_bucket_that_does_not_exist_is_named_by_the_server(store, direct):
     uri = f"{store.root}-that-does-not-exist/run"
     for act in (cloudckpt.save, cloudckpt.load):
-        with pytest.raises(BucketNotFoundError) as caught:
+        with pytest.raises(errors.BucketNotFoundError) as caught:
             act(filled(1, SMALL), checkpoint_id=uri, config=direct)
         assert caught.value.uri.startswith(uri)
 
@@ -249,7 +238,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", full)
-        with pytest.raises(StorageFullError) as caught:
+        with pytest.raises(errors.StorageFullError) as caught:
             cloudckpt.save(filled(2), checkpoint_id=uri, config=direct)
     assert caught.value.uri.startswith(f"file://{uri}")
     assert sorted(os.listdir(uri)) == before

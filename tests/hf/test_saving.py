@@ -9,13 +9,7 @@ import torch
 
 import cloudckpt
 import cloudckpt.hf
-from cloudckpt.errors import (
-    CheckpointCorruptError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    KeyCollisionError,
-    MissingKeyError,
-)
+from cloudckpt import errors
 from dcp.layouts import LAYOUTS, full_state, spread
 from dcp.values import assert_same, numbered
 
@@ -129,7 +123,7 @@ def test_tied_weights_are_written_once_and_loaded_by_both_names(ranks, local, wo
         cloudckpt.hf.load(loaded, local.uri, config=local.config)
         _assert_same(loaded, expected)
     loaded["other"] = loaded["embed.weight"]
-    with pytest.raises(KeyCollisionError, match="other"):
+    with pytest.raises(errors.KeyCollisionError, match="other"):
         cloudckpt.hf.load(loaded, local.uri, config=local.config)
 
 
@@ -161,7 +155,7 @@ def test_names_are_mapped_and_tied_weights_may_lack(local) -> None:
     cloudckpt.hf.save({"model.a": numbered(4), "b": numbered(2)}, local.uri, config=local.config)
     state = {"a": torch.zeros(4), "tied": torch.ones(3)}
     mapping = {"model.a": "a"}.get
-    with pytest.raises(MissingKeyError, match="tied"):
+    with pytest.raises(errors.MissingKeyError, match="tied"):
         cloudckpt.hf.load(dict(state), local.uri, key_mapping=mapping, config=local.config)
     cloudckpt.hf.load(state, local.uri, key_mapping=mapping, strict=False, config=local.config)
     _assert_same(state, {"a": numbered(4), "tied": torch.ones(3)})
@@ -184,7 +178,7 @@ def test_a_model_replaces_another_one_wholly(place) -> None:
     )
     _assert_same(_files(place)[0], {"w": numbered(3), "v": numbered(2)})
     assert len(place.names()) == 3
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(errors.CheckpointExistsError):
         cloudckpt.hf.save(
             {"w": numbered(4)}, place.uri, config=place.having(overwrite=False).config
         )
@@ -192,7 +186,7 @@ def test_a_model_replaces_another_one_wholly(place) -> None:
 
 
 def test_no_model_is_not_found(place) -> None:
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(errors.CheckpointNotFoundError):
         cloudckpt.hf.load({"w": torch.zeros(1)}, place.uri, config=place.config)
 
 
@@ -222,5 +216,5 @@ def test_a_model_is_looked_at_as_a_checkpoint_is(local) -> None:
     compared = cloudckpt.diff(model.uri, checkpoint.uri)
     assert {i.name: i.verdict for i in compared.items} == dict.fromkeys(tensors, "unknown")
     Path(model.path, "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointCorruptError, match="model-00002"):
+    with pytest.raises(errors.CheckpointCorruptError, match="model-00002"):
         cloudckpt.verify(model.uri)

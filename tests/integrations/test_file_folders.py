@@ -9,16 +9,9 @@ import time
 import pytest
 import torch
 
-from cloudckpt import Config, RetryPolicy
+from cloudckpt import Config, RetryPolicy, errors
 from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.file_folder import MANIFEST, is_content_name
-from cloudckpt.errors import (
-    CheckpointCorruptError,
-    CommitUnknownError,
-    ConfigError,
-    ConnectionLostError,
-    IncompleteSaveError,
-)
 from cloudckpt.integrations.torch_checkpointing import manifest
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders, is_tensor_memory
 from cloudckpt.runs.sweeping import find_leftovers, sweep
@@ -140,7 +133,7 @@ def test_what_is_in_the_way_stays_and_so_does_what_was_to_be_renamed(store) -> N
         writer.rename_folder("run/tmp_step-7", "run/step-7")
     assert state_of(store, "run/step-7") == 7
     assert writer.read("run/tmp_step-7/metadata.pkl") == b"metadata of step 8"
-    with pytest.raises(ConfigError, match="temporary folder"):
+    with pytest.raises(errors.ConfigError, match="temporary folder"):
         writer.written("run/step-7/model_0.pt")
     with pytest.raises(FileExistsError, match="committed folder"):
         writer.delete("run/step-7/model_0.pt")
@@ -225,8 +218,8 @@ def test_a_commit_of_which_nobody_knows_is_an_error_that_loses_nothing(store) ->
     manifest = lambda key: key.endswith(MANIFEST)  # noqa: E731
     writer = folders(faulty)
     write(writer, "run/tmp_step-7", 7)
-    faulty.fail("put", ConnectionLostError, when="before", where=manifest)
-    with pytest.raises(CommitUnknownError):
+    faulty.fail("put", errors.ConnectionLostError, when="before", where=manifest)
+    with pytest.raises(errors.CommitUnknownError):
         writer.rename_folder("run/tmp_step-7", "run/step-7")
     faulty.heal()
     writer.rename_folder("run/tmp_step-7", "run/step-7")
@@ -264,15 +257,15 @@ def test_no_damage_is_silent(store, name) -> None:
     for damage in _damages(data):
         assert damage != data
         put(store, key, damage)
-        with pytest.raises(CheckpointCorruptError):
+        with pytest.raises(errors.CheckpointCorruptError):
             folders(store).read(path)
-        with pytest.raises(CheckpointCorruptError):
+        with pytest.raises(errors.CheckpointCorruptError):
             read_in_slices(store, path)
     put(store, key, data)
     assert state_of(store, "run/step-7") == 7
     store.delete(key)
     if name != MANIFEST:
-        with pytest.raises(CheckpointCorruptError, match="no longer exists"):
+        with pytest.raises(errors.CheckpointCorruptError, match="no longer exists"):
             folders(store).read(path)
 
 
@@ -306,10 +299,10 @@ def test_slices_are_those_of_the_file(store, monkeypatch, most) -> None:
 
 def test_what_could_not_be_committed_is_refused(store) -> None:
     files = folders(store)
-    with pytest.raises(ConfigError, match="temp_dir_prefix"):
+    with pytest.raises(errors.ConfigError, match="temp_dir_prefix"):
         files.written("scratch/a/model.pt")
     write(files, "run/tmp_a", 7)
-    with pytest.raises(ConfigError, match="temp_dir_prefix"):
+    with pytest.raises(errors.ConfigError, match="temp_dir_prefix"):
         files.rename_folder("run/tmp_a", "run/step-7")
     with pytest.raises(FileNotFoundError):
         files.rename_folder("run/tmp_a/metadata.pkl", "run/tmp_a/other.pkl")
@@ -332,8 +325,8 @@ def put_beside(store, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [
-        (lose, CheckpointCorruptError),  # as what a rank has written elsewhere
-        (wait, IncompleteSaveError),
+        (lose, errors.CheckpointCorruptError),  # as what a rank has written elsewhere
+        (wait, errors.IncompleteSaveError),
         (put_beside, FileExistsError),
     ],
 )

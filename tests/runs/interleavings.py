@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import CheckpointManager, Config, RetryPolicy
+from cloudckpt import CheckpointManager, Config, RetryPolicy, errors
 from cloudckpt.checkpoint import baseline
 from cloudckpt.checkpoint.base import Base
 from cloudckpt.checkpoint.baseline import begin
@@ -47,14 +47,6 @@ from cloudckpt.checkpoint.trailer import notes_at_end
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
 from cloudckpt.checksum import CRC32C
 from cloudckpt.dcp.global_plan import record_of
-from cloudckpt.errors import (
-    AccessDeniedError,
-    CloudCheckpointError,
-    CommitUnknownError,
-    ConnectionLostError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-)
 from cloudckpt.hf.safetensors import INDEX, is_claim, parse_index
 from cloudckpt.integrations.torch_checkpointing import folders
 from cloudckpt.integrations.torch_checkpointing.folders import FileFolders
@@ -130,10 +122,10 @@ class Gated(MemoryStore):
             self._world.requests += 1
             luck = self._world.rng.random()
             if luck < 0.01:
-                raise ConnectionLostError("the request was lost", uri=self.root)
+                raise errors.ConnectionLostError("the request was lost", uri=self.root)
             answer = request()
             if luck > 0.99:
-                raise ConnectionLostError("the answer was lost", uri=self.root)
+                raise errors.ConnectionLostError("the answer was lost", uri=self.root)
             return answer
 
     def put(self, key, body, **kwargs):
@@ -141,7 +133,9 @@ class Gated(MemoryStore):
 
         def put():
             if key.endswith(METADATA) and self._world.hours - signed > 1:  # as of clouds
-                raise AccessDeniedError("the signature has expired", uri=self.root, certain=True)
+                raise errors.AccessDeniedError(
+                    "the signature has expired", uri=self.root, certain=True
+                )
             made = MemoryStore.put(self, key, body, **kwargs)
             if key.endswith(CLAIM):
                 self._actor.job = json.loads(b"".join(body))["job"]
@@ -176,7 +170,7 @@ class Gated(MemoryStore):
         def copied():
             data, info = MemoryStore.get(source.store, source.info.key)
             if info.version != source.info.version:
-                raise PreconditionFailedError("the source was replaced", uri=self.root)
+                raise errors.PreconditionFailedError("the source was replaced", uri=self.root)
             made = MemoryStore.put(self, key, [memoryview(data)], checksum=0, **kwargs)
             return replace(made, checksum=CRC32C.of(data))
 
@@ -417,13 +411,13 @@ class World:
             )
             hold = None
             if base is not None:
-                with contextlib.suppress(CloudCheckpointError):
+                with contextlib.suppress(errors.CloudCheckpointError):
                     hold = Hold.of(store, uri, self.step(base), config, attempt)
             try:
                 committed(store, baseline, hold, config)
-            except CommitUnknownError:
+            except errors.CommitUnknownError:
                 raise
-            except CloudCheckpointError:
+            except errors.CloudCheckpointError:
                 if hold is not None:
                     hold.let_go()
                 raise
@@ -501,10 +495,10 @@ class World:
             for name in sorted(CommitObject.parse(found, str(uri)).names(str(uri))):
                 try:
                     retrier.call(lambda name=name: store.get(uri.key(name)))
-                except ObjectNotFoundError:
+                except errors.ObjectNotFoundError:
                     try:
                         now = retrier.call(lambda: store.head(key)).version
-                    except ObjectNotFoundError:
+                    except errors.ObjectNotFoundError:
                         return
                     gone = uri.key(name)
                     is_known = gone in self.removed or self.is_being_deleted(gone)
@@ -566,7 +560,7 @@ class World:
         try:
             actor.gate()
             actor.work(config)
-        except (KilledError, CloudCheckpointError):
+        except (KilledError, errors.CloudCheckpointError):
             pass
         except BaseException as error:  # noqa: BLE001 - raised by the test
             actor.error = error

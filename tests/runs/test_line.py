@@ -14,16 +14,8 @@ from functools import partial
 import pytest
 
 import cloudckpt
-from cloudckpt import CheckpointManager, Config
+from cloudckpt import CheckpointManager, Config, errors
 from cloudckpt.checkpoint.objects import CLAIM
-from cloudckpt.errors import (
-    CheckpointConflictError,
-    CheckpointCorruptError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ConfigError,
-    ConnectionLostError,
-)
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.runs import claim, prune
 from cloudckpt.runs.catalog import Run
@@ -63,7 +55,7 @@ def test_no_step_is_pruned_if_the_newest_on_the_line_is_damaged(run, two) -> Non
     """Whatever an abandoned step is that is newer."""
     store, key = Run(run).store, Run(run).uri(5).key(".metadata")
     store.put(key, [memoryview(b"?" + store.get(key)[0][1:])], checksum=0)
-    with pytest.raises(CheckpointCorruptError):
+    with pytest.raises(errors.CheckpointCorruptError):
         prune(run, max_to_keep=1)
     assert [*states(run)] == [1, 2, 3, 4, 5, 6]
 
@@ -123,7 +115,7 @@ def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, cap
     with managed(run, max_to_keep=1, keep_abandoned=False) as manager:
         save(manager, 1, 3)
         assert "has steps up to 6, but this job did not call restore()" in caplog.text
-        with pytest.raises(CheckpointExistsError, match="force=True"):
+        with pytest.raises(errors.CheckpointExistsError, match="force=True"):
             save(manager, 4)
     assert states(run) == dict.fromkeys([2, 4, 6], "abandoned") | {3: "line"}
 
@@ -140,7 +132,7 @@ def test_a_reader_writes_nothing(run) -> None:
         save(manager, 1)
         assert reader.restore(state()) == 1
         for write in (lambda: reader.save(2, state()), lambda: reader.delete(1)):
-            with pytest.raises(ConfigError, match="read_only"):
+            with pytest.raises(errors.ConfigError, match="read_only"):
                 write()
         save(manager, 2)
 
@@ -186,7 +178,7 @@ def test_of_many_jobs_those_of_a_restored_abandoned_step_are_not_forgotten(run, 
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(run, two) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=r"steps: 1, 2, 3, 4, 5; .*steps: 6"):
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"steps: 1, 2, 3, 4, 5; .*steps: 6"):
         restored(run, step=77)
 
 
@@ -196,7 +188,7 @@ ASK = [managed, cloudckpt.latest, cloudckpt.list_checkpoints, partial(prune, max
 @pytest.mark.parametrize("ask", [*ASK, lambda run: next(cloudckpt.watch(run))])
 def test_a_checkpoint_in_the_place_of_a_run_is_refused_with_the_run_named(run, ask) -> None:
     fill(run, 1)
-    with pytest.raises(ConfigError, match=f"such as {run}\\."):
+    with pytest.raises(errors.ConfigError, match=f"such as {run}\\."):
         ask(f"{run}/step-1")
 
 
@@ -233,7 +225,7 @@ def test_a_save_whose_claim_is_refused_late_commits_nothing(run, answers) -> Non
         assert late.save(1, state())
         save(other, 2)
         answers.set()
-        with pytest.raises(CheckpointConflictError):
+        with pytest.raises(errors.CheckpointConflictError):
             late.wait_until_finished()
         assert other.all_steps() == [2]
 
@@ -245,15 +237,15 @@ def test_a_claim_whose_answer_is_lost_is_the_jobs_own(run, monkeypatch, is_overt
     def put(*args, **options):
         monkeypatch.setattr(claim, "put_whole", put_whole)
         put_whole(*args, **options)
-        raise ConnectionLostError("the answer was lost")
+        raise errors.ConnectionLostError("the answer was lost")
 
     monkeypatch.setattr(claim, "put_whole", put)
     with managed(run) as manager:
-        with pytest.raises(ConnectionLostError):
+        with pytest.raises(errors.ConnectionLostError):
             manager.save(1, state())
         if is_overtaken:
             fill(run, 2)
-        with pytest.raises(CheckpointConflictError) if is_overtaken else nullcontext():
+        with pytest.raises(errors.CheckpointConflictError) if is_overtaken else nullcontext():
             save(manager, 2)
         assert manager.all_steps() == [2]
 

@@ -17,24 +17,10 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt import CheckpointManager, Config
+from cloudckpt import CheckpointManager, Config, errors
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import CLAIM
 from cloudckpt.checkpointer import CheckpointerConfig, CommitHook
-from cloudckpt.errors import (
-    AccessDeniedError,
-    CheckpointConflictError,
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ClosedError,
-    CloudCheckpointError,
-    ConfigError,
-    DifferentCheckpointsError,
-    RanksFailedError,
-    ThrottledError,
-)
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.runs import catalog, deleting, prune, pruning
 from cloudckpt.runs.catalog import Run
@@ -113,7 +99,7 @@ def test_a_step_that_exists_is_refused_if_the_options_say_so(run) -> None:
     with managed(run, Config(overwrite=False), asynchronous=True) as manager:
         assert manager.restore(state()) == 1
         manager.save(1, state(8), force=True)
-        with pytest.raises(CheckpointExistsError):
+        with pytest.raises(errors.CheckpointExistsError):
             manager.wait_until_finished()
 
 
@@ -134,7 +120,7 @@ def test_a_failure_in_the_background_is_raised_once(run) -> None:
         save(manager, 1)
         Run(run).store.delete(Run(run).root.key(CLAIM))
         manager.save(2, state(2))
-        with pytest.raises(CheckpointConflictError, match="deleted"):
+        with pytest.raises(errors.CheckpointConflictError, match="deleted"):
             manager.wait_until_finished()
         manager.wait_until_finished()
 
@@ -144,7 +130,7 @@ def test_a_failure_that_nobody_was_told_is_raised_by_close_and_all_is_given_back
     hook = Acting(1, fails)
     manager = managed(run, hook=hook, asynchronous=True, preemption=Preemption())
     manager.save(1, state(1))
-    with pytest.raises(CloudCheckpointError, match="the dog ate it"):
+    with pytest.raises(errors.CloudCheckpointError, match="the dog ate it"):
         manager.close()
     manager.close()
     assert signal.getsignal(signal.SIGTERM) is before
@@ -182,7 +168,7 @@ def test_a_claim_in_the_middle_of_a_commit_is_noticed(run, conditions) -> None:
     with managed(run, Config(conditional_writes=conditions), hook) as manager:
         manager.save(1, state(1))
         assert hook.calls == ["before", "check", "after"]
-        with pytest.raises(CheckpointConflictError):
+        with pytest.raises(errors.CheckpointConflictError):
             manager.save(3, state(3))
     assert not cloudckpt.exists(f"{run}/step-3")
 
@@ -199,7 +185,7 @@ def test_a_claim_in_the_middle_of_a_deletion_is_noticed(run, monkeypatch, caplog
     with managed(run, max_to_keep=1) as manager:
         manager.save(1, state(7))
         monkeypatch.setattr(deleting, "fetch", then_claimed)
-        with pytest.raises(CheckpointConflictError):
+        with pytest.raises(errors.CheckpointConflictError):
             manager.delete(1)
         for _ in range(2):  # as after two saves that had begun before
             manager._pruner.after(None, keep_abandoned=True)
@@ -213,7 +199,7 @@ def test_a_job_whose_claim_could_not_be_written_deletes_old_steps(run, monkeypat
     fill(run, 1, 2)
 
     def deny(*_args, **_options):
-        raise AccessDeniedError("it is retained")
+        raise errors.AccessDeniedError("it is retained")
 
     monkeypatch.setattr("cloudckpt.runs.claim.put_whole", deny)
     with managed(run, max_to_keep=1) as manager:
@@ -253,7 +239,7 @@ def test_a_step_that_can_not_be_deleted_fails_no_training_and_keeps_no_other(
             assert manager.all_steps() == [4]
 
 
-@pytest.mark.parametrize("error", [ThrottledError, CheckpointConflictError])
+@pytest.mark.parametrize("error", [errors.ThrottledError, errors.CheckpointConflictError])
 def test_no_further_step_is_tried_if_it_would_fail_as_well(run, monkeypatch, error) -> None:
     fill(run, 1, 2, 3)
     tried = []
@@ -273,7 +259,7 @@ def test_a_step_that_can_not_be_compared_stays_and_keeps_no_other(run, caplog, m
 
     def deny(store, uri, retrier) -> Notes:
         if str(uri).endswith("step-1"):
-            raise AccessDeniedError("not now")
+            raise errors.AccessDeniedError("not now")
         return read(store, uri, retrier)
 
     fill(run, 1, 2, 3)  # the last is the best
@@ -284,7 +270,7 @@ def test_a_step_that_can_not_be_compared_stays_and_keeps_no_other(run, caplog, m
             for step in (4, 5):
                 save(manager, step)
                 assert manager.all_steps() == [step]
-            with pytest.raises(AccessDeniedError):
+            with pytest.raises(errors.AccessDeniedError):
                 manager.best_step()
         assert caplog.text.count("the notes of step-1 can't be read") == 1
         save(manager, 6)
@@ -455,7 +441,7 @@ def test_what_failed_before_does_not_keep_the_last_step_from_being_saved(run, ca
 
 def test_a_forked_process_is_refused_and_ends_by_its_signal(run) -> None:
     def fork() -> None:
-        with pytest.raises(ClosedError):
+        with pytest.raises(errors.ClosedError):
             manager.save(2, state(2))
         manager.close()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -482,11 +468,11 @@ def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run, caplog) -> N
             step = manager.restore(found, source=source, keys="model.*", **options)
             assert (value(found), found["step"], step) == (step, -1, options.get("step", 8))
             assert manager.should_save(1)
-            with pytest.raises(ConfigError, match="match nothing"):
+            with pytest.raises(errors.ConfigError, match="match nothing"):
                 manager.restore(found, source=source, keys=["modle.*"])
-            with pytest.raises(CheckpointNotFoundError):
+            with pytest.raises(errors.CheckpointNotFoundError):
                 manager.restore(found, source=f"{run}-nothing")
-            with pytest.raises(CheckpointNotFoundError, match="steps: 3, 8"):
+            with pytest.raises(errors.CheckpointNotFoundError, match="steps: 3, 8"):
                 manager.restore(found, source=base, step=4)
     fill(run, 5)
     with managed(run) as manager:
@@ -514,7 +500,7 @@ def test_a_state_is_as_it_was_if_nothing_that_is_verified_is_whole(folder) -> No
     for step in (1, 2):
         damage(folder / f"step-{step}")
     found = state(9)
-    with managed(folder) as manager, pytest.raises(CheckpointCorruptError, match="step-2"):
+    with managed(folder) as manager, pytest.raises(errors.CheckpointCorruptError, match="step-2"):
         manager.restore(found, verify=True)
     assert value(found) == 9
 
@@ -578,12 +564,12 @@ def test_ranks_save_prune_and_stop_alike(ranks, folder) -> None:
 
 def _open_differently(run: str) -> None:
     rank = dist.get_rank()
-    with pytest.raises(DifferentCheckpointsError):
+    with pytest.raises(errors.DifferentCheckpointsError):
         managed(f"{run}-{rank}")
-    with pytest.raises(ConfigError, match=r"overwrite=False, but .*overwrite=True: "):
+    with pytest.raises(errors.ConfigError, match=r"overwrite=False, but .*overwrite=True: "):
         managed(run, cloudckpt.Config(overwrite=rank == 1))
     for name in ("save_interval_steps", "max_to_keep", "keep_period", "keep_abandoned"):
-        with pytest.raises(ConfigError, match=rf"options {name}=1, but .* {name}=2: "):
+        with pytest.raises(errors.ConfigError, match=rf"options {name}=1, but .* {name}=2: "):
             managed(run, **{name: 1 + rank})
     managed(run, preemption=Preemption(deadline=1e10 + rank)).close()
 
@@ -612,9 +598,9 @@ def _restore_refused(run: str) -> list[tuple]:
     with managed(run) as manager:
         for step in (1, 2):
             manager.save(step, {"own": _Refuses()})
-        for error in (ValueError("mine"), CheckpointCorruptError("another one is damaged")):
+        for error in (ValueError("mine"), errors.CheckpointCorruptError("another one is damaged")):
             own = _Refuses(error)
-            with pytest.raises(CheckpointError) as caught:
+            with pytest.raises(errors.CheckpointError) as caught:
                 manager.restore({"own": own})
             told.append((type(caught.value), getattr(caught.value, "failures", None), own.calls))
     return told
@@ -622,8 +608,11 @@ def _restore_refused(run: str) -> list[tuple]:
 
 def test_a_value_that_refuses_its_state_on_one_rank_fails_the_restore_on_all(ranks, folder) -> None:
     """No older step is tried: the checkpoint is not damaged."""
-    refused = RanksFailedError, {1: "ValueError: mine (in load_state_dict of own)"}, 1
-    assert ranks(2, _restore_refused, str(folder)) == [[refused, (CheckpointError, None, 1)]] * 2
+    refused = errors.RanksFailedError, {1: "ValueError: mine (in load_state_dict of own)"}, 1
+    assert (
+        ranks(2, _restore_refused, str(folder))
+        == [[refused, (errors.CheckpointError, None, 1)]] * 2
+    )
 
 
 def _save_sharded(run: str) -> None:
@@ -631,7 +620,7 @@ def _save_sharded(run: str) -> None:
     with managed(run) as manager:
         for step in (1, 2):
             manager.save(step, {f"w{rank}": torch.full((300,), float(step))})
-        with pytest.raises(ConfigError, match="match nothing"):  # on the second rank alone
+        with pytest.raises(errors.ConfigError, match="match nothing"):  # on the second rank alone
             manager.restore({f"w{rank}": torch.zeros(300)}, keys="w0")
 
 
@@ -678,26 +667,26 @@ MISUSED = {
 @pytest.mark.parametrize("name", MISUSED)
 def test_options_that_make_no_sense_are_refused(run, name) -> None:
     for options in MISUSED[name]:
-        with pytest.raises(ConfigError, match=name):
+        with pytest.raises(errors.ConfigError, match=name):
             managed(run, **options)
 
 
 def test_what_no_call_can_take_is_refused(run) -> None:
     with managed(run, save_interval_steps=10) as manager:
         for given in ({"metrics": {"loss": "low"}}, {"metrics": {1: 2.0}}):
-            with pytest.raises(ConfigError, match="is not a number"):
+            with pytest.raises(errors.ConfigError, match="is not a number"):
                 manager.save(10, state(1), **given)
         for given in ({"metrics": [1.0]}, {"notes": "text"}):
-            with pytest.raises(ConfigError, match="give a dict"):
+            with pytest.raises(errors.ConfigError, match="give a dict"):
                 manager.save(20, state(1), **given)
         for step in (1.5, "2", None, True, -1):
-            with pytest.raises(ConfigError, match="whole number"):
+            with pytest.raises(errors.ConfigError, match="whole number"):
                 manager.save(step, state(1))
-        with pytest.raises(ConfigError, match="best_metric"):
+        with pytest.raises(errors.ConfigError, match="best_metric"):
             manager.best_step()
     manager.close()
     for call in (lambda: manager.save(1, state(1)), lambda: manager.restore(state())):
-        with pytest.raises(ClosedError):
+        with pytest.raises(errors.ClosedError):
             call()
-    with pytest.raises(ConfigError, match="CheckpointerConfig"):
+    with pytest.raises(errors.ConfigError, match="CheckpointerConfig"):
         CheckpointManager(run, config=Config(), checkpointer=CheckpointerConfig())

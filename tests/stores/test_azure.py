@@ -16,20 +16,8 @@ from azure.core.pipeline import PipelineContext, PipelineRequest
 from azure.core.pipeline.transport import HttpRequest
 from azure.storage.blob._shared.authentication import SharedKeyCredentialPolicy
 
-from cloudckpt import AzureOptions, Config
+from cloudckpt import AzureOptions, Config, errors
 from cloudckpt.checksum import CRC64NVME
-from cloudckpt.errors import (
-    BucketNotFoundError,
-    ConfigError,
-    ConnectionLostError,
-    CredentialsError,
-    InvalidRequestError,
-    InvalidURIError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    ServerError,
-    StoreError,
-)
 from cloudckpt.stores.azure import access as azure_tokens
 from cloudckpt.stores.azure import names as azure_names
 from cloudckpt.stores.azure.store import AzureStore
@@ -121,10 +109,10 @@ def test_a_key_is_found_where_azures_tools_find_it(open_azure, server, monkeypat
         (
             "CONNECTION_STRING",
             ["garbage", "AccountKey=SECRET", "AccountName=a;SECRET"],
-            ConfigError,
+            errors.ConfigError,
         ),
-        ("ACCOUNT", ["Big", "a/b", "evil.example", "ab"], ConfigError),
-        ("KEY", ["SECRET!"], CredentialsError),
+        ("ACCOUNT", ["Big", "a/b", "evil.example", "ab"], errors.ConfigError),
+        ("KEY", ["SECRET!"], errors.CredentialsError),
     ],
 )
 def test_what_can_not_be_right_is_refused_and_no_secret_shown(monkeypatch, variable, texts, error):
@@ -183,14 +171,14 @@ def test_a_valid_token_is_used_while_it_can_not_be_renewed(
     assert [sent(), sent()] == ["Bearer SECRETTOKEN1"] * 2
     assert len(identity.asked) == 2  # not by every request
     monkeypatch.setattr(azure_tokens.time, "time", lambda: now + 3601)
-    with pytest.raises(ConnectionLostError, match="late"):
+    with pytest.raises(errors.ConnectionLostError, match="late"):
         sent()
     identity.error = None
     assert sent() == f"Bearer SECRETTOKEN{len(identity.asked)}"
 
 
 def test_tokens_are_not_sent_in_the_clear(open_azure, identity):
-    with pytest.raises(CredentialsError, match="only over https"):
+    with pytest.raises(errors.CredentialsError, match="only over https"):
         open_azure()
     assert identity.asked == []
 
@@ -228,7 +216,7 @@ def test_the_account_is_addressed(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     server.answer(status=502)
-    with pytest.raises(StoreError):
+    with pytest.raises(errors.StoreError):
         open_azure(uri=location, **{"endpoint_url": None, **options}).head("run/object")
     assert [(r.method, r.target) for r in server.requests] == [("CONNECT", f"{host}:443")]
 
@@ -242,7 +230,7 @@ def test_the_account_is_addressed(
 )
 def test_credentials_of_another_account_are_not_sent(open_azure, monkeypatch, where):
     monkeypatch.setattr(azure_tokens, "DefaultAzureCredential", Nobody)
-    with pytest.raises(CredentialsError, match="'account'"):
+    with pytest.raises(errors.CredentialsError, match="'account'"):
         open_azure(**where).head("run/object")
 
 
@@ -267,7 +255,7 @@ def test_every_endpoint_of_an_account_is_given_its_key(open_azure, server, monke
     assert request.headers["Authorization"] == signed
     monkeypatch.setenv("HTTPS_PROXY", server.url)
     server.answer(status=502)
-    with pytest.raises(ConnectionLostError):  # of the proxy: there are credentials
+    with pytest.raises(errors.ConnectionLostError):  # of the proxy: there are credentials
         open_azure(uri=f"https://{host}/container/run").head("run/object")
     assert server.requests[-1].target == f"{host}:443"
 
@@ -292,7 +280,9 @@ def test_a_connection_string_of_another_cloud_is_not_used(monkeypatch, suffix, h
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{CONNECTION}{suffix}")
     options = AzureOptions(endpoint_url=f"https://{host}" if by == "options" else None)
     store = AzureStore("container", Config(azure=options), host if by == "uri" else "")
-    with pytest.raises(CredentialsError, match="another account, 'account' at https://") as caught:
+    with pytest.raises(
+        errors.CredentialsError, match="another account, 'account' at https://"
+    ) as caught:
         store.get("key")
     assert KEY not in str(caught.value)
     store.close()
@@ -325,7 +315,7 @@ BY_NAME = {
 @pytest.mark.parametrize("verb", BY_NAME)
 def test_a_name_that_azure_changes_is_refused_before_anything_is_sent(store, server, verb):
     for key in NAMES:
-        with pytest.raises(InvalidRequestError) as caught:
+        with pytest.raises(errors.InvalidRequestError) as caught:
             BY_NAME[verb](store, key)
         assert caught.value.certain
         str(caught.value).encode()  # it can be printed
@@ -343,7 +333,7 @@ def test_a_name_that_azure_changes_is_refused_before_anything_is_sent(store, ser
     ],
 )
 def test_a_location_that_azure_changes_is_refused(location):
-    with pytest.raises(InvalidURIError):
+    with pytest.raises(errors.InvalidURIError):
         azure_names.check_location(CheckpointURI.parse(location))
 
 
@@ -430,7 +420,7 @@ def test_nothing_late_brings_an_aborted_upload_back(store, server, verb):
     server.respond(lambda request: server.Answer(**NO_BLOB))
     store.abort_upload(UPLOAD)
     sent = len(server.requests)
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         VERBS[verb](store)
     assert len(server.requests) == sent
 
@@ -466,13 +456,13 @@ def test_directories_of_a_hierarchical_namespace_are_no_objects(store, server):
     server.answer(body=page(folder, file))
     assert [info.key for info in store.list("run")] == ["run/a"]
     server.answer(headers={"ETag": '"0x1"', "x-ms-meta-hdi_isfolder": "true"})
-    with pytest.raises(ObjectNotFoundError, match="directory"):
+    with pytest.raises(errors.ObjectNotFoundError, match="directory"):
         store.head("run")
 
 
 def test_blocks_are_not_missing_because_a_page_has_none(store, server):
     server.answer(body=b"<html><p>sign in</p></html>")
-    with pytest.raises(ServerError, match="<html> instead of <BlockList>"):
+    with pytest.raises(errors.ServerError, match="<html> instead of <BlockList>"):
         store.abort_upload(UPLOAD)
 
 
@@ -484,7 +474,7 @@ def test_one_blob_is_deleted_with_its_snapshots(store, server):
 
 def test_a_blob_of_a_container_that_is_gone_is_not_deleted(store, server):
     server.answer(status=404, body=error_xml("ContainerNotFound"))
-    with pytest.raises(BucketNotFoundError, match="the endpoint: http"):
+    with pytest.raises(errors.BucketNotFoundError, match="the endpoint: http"):
         store.delete("run/b")
 
 
@@ -493,7 +483,7 @@ def test_a_blob_of_a_container_that_is_gone_is_not_deleted(store, server):
 
 def test_a_blob_that_was_to_be_replaced_and_is_gone_is_a_failed_condition(store, server):
     server.answer(**NO_BLOB)
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         put(store, if_version='"0x1"')
 
 

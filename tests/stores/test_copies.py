@@ -8,15 +8,8 @@ import re
 
 import pytest
 
+from cloudckpt import errors
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.errors import (
-    AccessDeniedError,
-    InvalidRequestError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    ServerError,
-    ThrottledError,
-)
 from cloudckpt.stores.base import CopySource, ObjectInfo, Upload
 from support.dialects import error_xml, xml_of
 
@@ -37,12 +30,12 @@ VERBS = {
 @pytest.mark.parametrize(
     ("code", "error", "certain"),
     [
-        ("SlowDown", ThrottledError, False),
-        ("InternalError", ServerError, False),
-        ("PreconditionFailed", PreconditionFailedError, True),
-        ("AccessDenied", AccessDeniedError, True),
-        ("NoSuchKey", ObjectNotFoundError, True),
-        ("KMS.DisabledException", InvalidRequestError, True),
+        ("SlowDown", errors.ThrottledError, False),
+        ("InternalError", errors.ServerError, False),
+        ("PreconditionFailed", errors.PreconditionFailedError, True),
+        ("AccessDenied", errors.AccessDeniedError, True),
+        ("NoSuchKey", errors.ObjectNotFoundError, True),
+        ("KMS.DisabledException", errors.InvalidRequestError, True),
     ],
 )
 @pytest.mark.parametrize("verb", ["copy", "copy_part"])
@@ -58,7 +51,7 @@ def test_an_error_in_the_body_of_a_success_is_raised(server, open_s3, verb, code
 @pytest.mark.parametrize("body", [b"<html>a proxy's page", b"CopyObjectResult", b"\x00"])
 def test_an_answer_that_is_none_leaves_open_whether_s3_has_copied(server, open_s3, body):
     server.answer(body=body)
-    with pytest.raises(ServerError) as caught:
+    with pytest.raises(errors.ServerError) as caught:
         open_s3().copy(CopySource(open_s3(), FOUND), "run/copy")
     assert not caught.value.certain
 
@@ -79,7 +72,7 @@ def test_a_checksum_that_is_made_of_those_of_parts_is_not_taken_for_the_copys(se
 def test_no_signature_is_shown_when_azure_refuses(server, open_azure, verb):
     store = open_azure(endpoint_url=f"{server.url}/account")
     server.answer(status=412, headers={"x-ms-error-code": "SourceConditionNotMet"})
-    with pytest.raises(PreconditionFailedError, match="run/a b") as caught:
+    with pytest.raises(errors.PreconditionFailedError, match="run/a b") as caught:
         VERBS[verb](store)
     signature = re.search(r"sig=([^&]+)", server.requests[0].headers["x-ms-copy-source"])[1]
     shown, error = "", caught.value

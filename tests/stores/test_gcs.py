@@ -10,17 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from cloudckpt import errors
 from cloudckpt.checksum import CRC32C, to_base64
-from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    InvalidRequestError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    ServerError,
-    StoreError,
-    TransientStoreError,
-)
 from cloudckpt.stores.base import ObjectInfo, Part
 from support.dialects import (
     CRC,
@@ -71,7 +62,7 @@ def test_a_key_is_one_segment_of_the_json_api_and_a_path_of_the_xml_api(store, s
 
 
 def test_another_version_than_the_one_asked_for_is_refused(store, server):
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         call(store, server, "get_range", if_version="5")
 
 
@@ -103,9 +94,9 @@ def test_an_object_that_was_put_together_wrongly_is_deleted(store, server, found
     for _ in range(2):  # what was made, and whether it is still there
         server.answer(body=resource(**found))
     server.answer(status=204)
-    with pytest.raises(StoreError, match="incorrectly") as caught:
+    with pytest.raises(errors.StoreError, match="incorrectly") as caught:
         VERBS["complete_upload"](store)
-    assert not isinstance(caught.value, TransientStoreError)
+    assert not isinstance(caught.value, errors.TransientStoreError)
     assert caught.value.uri == "gs://bucket/run/object"
     deletion = server.requests[-1]
     path = urlsplit(deletion.target).path
@@ -117,7 +108,7 @@ def test_an_object_that_another_writer_has_replaced_at_once_stays(store, server)
     server.answer(body=xml_of("CompleteMultipartUploadResult", ETag='"x"'))
     theirs = resource(size=9, metadata={"cloudckptattempt": "fedcba9876543210"})
     server.respond(lambda request: server.Answer(body=theirs))
-    with pytest.raises(PreconditionFailedError, match="another writer") as caught:
+    with pytest.raises(errors.PreconditionFailedError, match="another writer") as caught:
         VERBS["complete_upload"](store)
     assert not caught.value.certain
     assert [request.method for request in server.requests] == ["POST", "GET"]
@@ -139,16 +130,17 @@ IN_WORDS = json.dumps(
     {"error": {"errors": [{"domain": "global", "message": "Object run/object does not exist."}]}}
 )
 REFUSALS = {  # as Google words them, and emulators
-    "no object": (404, "No such object: bucket/run/object", ObjectNotFoundError),
-    "no bucket": (404, NO_BUCKET, BucketNotFoundError),
-    "denied": (403, "x@y.com does not have storage.objects.get access", AccessDeniedError),
-    "who pays": (400, "Bucket is a requester pays bucket but no user", InvalidRequestError),
-    "gcp-storage-emulator": (404, "", ObjectNotFoundError),
+    "no object": (404, "No such object: bucket/run/object", errors.ObjectNotFoundError),
+    "no bucket": (404, NO_BUCKET, errors.BucketNotFoundError),
+    "denied": (403, "x@y.com does not have storage.objects.get access", errors.AccessDeniedError),
+    "who pays": (400, "Bucket is a requester pays bucket but no user", errors.InvalidRequestError),
+    "gcp-storage-emulator": (404, "", errors.ObjectNotFoundError),
     "fake-gcs-server": (404, '{"error": {"code": 404, "message": "Not Found", "errors": null}}',
-                        ObjectNotFoundError),
-    "fake-gcs-server, reads": (404, "Not Found\n", ObjectNotFoundError),
-    "storage-testbench": (404, json.dumps({"code": 404, "message": IN_WORDS}), ObjectNotFoundError),
-    "storage-testbench, older": (404, IN_WORDS, ObjectNotFoundError),
+                        errors.ObjectNotFoundError),
+    "fake-gcs-server, reads": (404, "Not Found\n", errors.ObjectNotFoundError),
+    "storage-testbench": (404, json.dumps({"code": 404, "message": IN_WORDS}),
+                          errors.ObjectNotFoundError),
+    "storage-testbench, older": (404, IN_WORDS, errors.ObjectNotFoundError),
 }  # fmt: skip
 
 
@@ -159,13 +151,13 @@ def test_a_refused_read_is_understood(store, server, verb, name):
     server.respond(lambda request: server.Answer(status, body=text.encode()))
     with pytest.raises(expected) as caught:
         VERBS[verb](store)
-    assert expected is ObjectNotFoundError or text in str(caught.value)
-    if expected is ObjectNotFoundError:
+    assert expected is errors.ObjectNotFoundError or text in str(caught.value)
+    if expected is errors.ObjectNotFoundError:
         store.delete("run/object")
 
 
 def test_bytes_that_arrived_damaged_are_sent_again(store, server):
     text = 'Provided CRC32C "AAAAAQ==" doesn\'t match calculated CRC32C "Nks/tw==".'
     server.answer(status=400, body=error_json(400, "invalid", text))
-    with pytest.raises(ServerError, match="damaged"):
+    with pytest.raises(errors.ServerError, match="damaged"):
         put(store)

@@ -9,17 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cloudckpt import RetryPolicy
+from cloudckpt import RetryPolicy, errors
 from cloudckpt.checksum import CRC32C
-from cloudckpt.errors import (
-    AccessDeniedError,
-    CommitUnknownError,
-    ConnectionLostError,
-    InvalidRequestError,
-    PreconditionFailedError,
-    StorageFullError,
-    StoreError,
-)
 from cloudckpt.stores import local, posix
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.transfer.retry import Retrier
@@ -67,7 +58,7 @@ def test_a_folder_that_is_deleted_just_then_is_made_again_but_not_forever(
         assert files_below(tmp_path) == ["run/object"]
     else:
         with pytest.raises(
-            InvalidRequestError, match="can't create files in this folder"
+            errors.InvalidRequestError, match="can't create files in this folder"
         ) as caught:
             put(store, tmp_path / "run" / "object", b"data")
         assert caught.value.uri == (tmp_path / "run" / "object").as_uri()
@@ -77,7 +68,7 @@ def test_a_folder_that_is_deleted_just_then_is_made_again_but_not_forever(
 @pytest.mark.parametrize("condition", [{"if_version": ""}, {"if_version": "another"}])
 def test_a_refused_object_leaves_nothing_behind(store, tmp_path, condition):
     put(store, tmp_path / "object", b"old")
-    with pytest.raises(StoreError):
+    with pytest.raises(errors.StoreError):
         put(store, tmp_path / "object", b"new", **condition)
     assert files_below(tmp_path) == ["object"]
     assert (tmp_path / "object").read_bytes() == b"old"
@@ -120,7 +111,7 @@ def test_a_file_that_may_not_stay_is_not_called_missing(store, tmp_path, monkeyp
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(CommitUnknownError, match="moved to its name") as caught:
+    with pytest.raises(errors.CommitUnknownError, match="moved to its name") as caught:
         put(store, key, b"data", if_version=version)
     assert caught.value.uri == key.as_uri()
     assert key.read_bytes() == b"data"
@@ -168,7 +159,7 @@ def test_a_step_that_may_have_been_taken_has_not_failed_for_certain(
     store, tmp_path, monkeypatch, step, number, certain
 ):
     monkeypatch.setattr(os, step, fail_with(number))
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(errors.StoreError) as caught:
         put(store, tmp_path / "object", b"data", if_version="" if step == "link" else None)
     assert caught.value.certain is certain
 
@@ -186,7 +177,7 @@ def test_a_file_system_is_told_what_it_lacks(
     store, tmp_path, monkeypatch, module, call, number, told
 ):
     monkeypatch.setattr(module, call, fail_with(number))
-    with pytest.raises(InvalidRequestError, match=told) as caught:
+    with pytest.raises(errors.InvalidRequestError, match=told) as caught:
         put(store, tmp_path / "object", b"data", if_version="")
     assert caught.value.certain
     assert files_below(tmp_path) == []
@@ -206,13 +197,13 @@ def test_a_folder_is_made_in_one_that_may_be_written_to_but_not_listed(
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (errno.ENOSPC, StorageFullError),
-        (errno.EDQUOT, StorageFullError),
-        (errno.EACCES, AccessDeniedError),
-        (errno.EPERM, AccessDeniedError),
-        (errno.EAGAIN, InvalidRequestError),
-        (errno.EIO, InvalidRequestError),
-        (errno.EROFS, InvalidRequestError),
+        (errno.ENOSPC, errors.StorageFullError),
+        (errno.EDQUOT, errors.StorageFullError),
+        (errno.EACCES, errors.AccessDeniedError),
+        (errno.EPERM, errors.AccessDeniedError),
+        (errno.EAGAIN, errors.InvalidRequestError),
+        (errno.EIO, errors.InvalidRequestError),
+        (errno.EROFS, errors.InvalidRequestError),
     ],
 )
 def test_the_errors_of_the_file_system_have_names(store, tmp_path, monkeypatch, number, expected):
@@ -229,7 +220,7 @@ def test_the_errors_of_the_file_system_have_names(store, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("version", ["", None])
 def test_a_folder_in_the_place_of_a_file_is_said(store, tmp_path, version):
     (tmp_path / "a").mkdir()
-    with pytest.raises(InvalidRequestError, match="a folder has the name of this file"):
+    with pytest.raises(errors.InvalidRequestError, match="a folder has the name of this file"):
         put(store, tmp_path / "a", b"x", if_version=version)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -238,7 +229,7 @@ def test_a_folder_in_the_place_of_a_file_is_said(store, tmp_path, version):
 def test_a_file_in_the_place_of_a_folder_is_said(store, tmp_path, key):
     (tmp_path / "a").write_bytes(b"mine")
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(InvalidRequestError, match="has the name of this folder") as caught:
+    with pytest.raises(errors.InvalidRequestError, match="has the name of this folder") as caught:
         put(store, tmp_path / key, b"x")
     assert caught.value.uri == (tmp_path / key.partition("/")[0]).as_uri()
     for version in (None, "1-2-3"):
@@ -249,7 +240,7 @@ def test_a_file_in_the_place_of_a_folder_is_said(store, tmp_path, key):
 def test_what_can_not_be_read_has_a_name(store, tmp_path, monkeypatch):
     put(store, tmp_path / "object", b"data")
     monkeypatch.setattr(os, "preadv", fail_with(errno.EACCES))
-    with pytest.raises(AccessDeniedError):
+    with pytest.raises(errors.AccessDeniedError):
         store.get(str(tmp_path / "object"))
 
 
@@ -262,7 +253,7 @@ def test_a_file_that_shrinks_while_it_is_read_tells_how_much_came(store, tmp_pat
     def shrink(count):
         os.truncate(key, 0)
 
-    with pytest.raises(ConnectionLostError) as caught:
+    with pytest.raises(errors.ConnectionLostError) as caught:
         store.get_range(str(key), 0, views, progress=shrink)
     assert 0 < caught.value.received < 10_000
 
@@ -296,9 +287,9 @@ def test_a_version_is_that_of_the_file_as_it_is_opened(store, tmp_path, monkeypa
     monkeypatch.setattr(
         os, "stat", lambda path, **more: remembered if path == str(key) else ask(path, **more)
     )
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         put(store, key, b"new", if_version=old.version)
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         store.delete(str(key), if_version=old.version)
     assert key.read_bytes() == b"of another machine"
 
@@ -325,7 +316,7 @@ def test_a_lock_that_is_never_released_is_an_error(store, tmp_path, monkeypatch)
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        with pytest.raises(InvalidRequestError, match="another writer") as caught:
+        with pytest.raises(errors.InvalidRequestError, match="another writer") as caught:
             put(store, tmp_path / "object", b"data")
         assert (caught.value.uri, caught.value.certain) == (tmp_path.as_uri(), True)
         assert files_below(tmp_path) == []
@@ -382,7 +373,9 @@ def test_an_unfinished_file_that_was_swapped_is_not_written_to(store, tmp_path, 
         "put_part": lambda: store.put_part(upload, 2, [memoryview(b"more")], checksum=0),
         "complete_upload": lambda: store.complete_upload(upload, [part], if_version=""),
     }
-    with pytest.raises(StoreError, match=r"unfinished file( was deleted|, or made)") as caught:
+    with pytest.raises(
+        errors.StoreError, match=r"unfinished file( was deleted|, or made)"
+    ) as caught:
         calls[verb]()
     assert caught.value.uri == key.as_uri()
     assert victim.read_bytes() == b"of somebody else"
@@ -393,7 +386,7 @@ def test_an_unfinished_file_that_was_swapped_is_not_written_to(store, tmp_path, 
 def test_an_upload_replaces_only_the_version_that_it_is_given(store, tmp_path, version):
     old = put(store, tmp_path / "object", b"old")
     upload = store.create_upload(str(tmp_path / "object"), 4)
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         store.complete_upload(upload, [], if_version=version)
     assert (tmp_path / "object").read_bytes() == b"old"
     assert store.complete_upload(upload, [], if_version=old.version).size == 0
@@ -417,7 +410,7 @@ def test_what_was_swapped_is_not_published(store, tmp_path, monkeypatch, conditi
         return take(*arguments, **options)
 
     monkeypatch.setattr(os, step[moment], swapped)
-    with pytest.raises(InvalidRequestError, match="has replaced the unfinished file"):
+    with pytest.raises(errors.InvalidRequestError, match="has replaced the unfinished file"):
         put(store, key, b"data", **conditions)
     assert victim.read_bytes() == b"of somebody else"
 
@@ -427,7 +420,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(store, tmp_path, verb):
     key = str(tmp_path / "object")
     os.mkfifo(key)
     more = (0, [memoryview(bytearray(1))]) if verb == "get_range" else ()
-    with pytest.raises(InvalidRequestError, match="not a file"):
+    with pytest.raises(errors.InvalidRequestError, match="not a file"):
         getattr(store, verb)(key, *more)
 
 
@@ -454,9 +447,9 @@ def refuse(monkeypatch, name, folder, number):
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (errno.EACCES, AccessDeniedError),
-        (errno.ESTALE, InvalidRequestError),
-        (errno.EIO, InvalidRequestError),
+        (errno.EACCES, errors.AccessDeniedError),
+        (errno.ESTALE, errors.InvalidRequestError),
+        (errno.EIO, errors.InvalidRequestError),
     ],
 )
 def test_a_folder_that_can_not_be_listed_is_no_empty_one(
@@ -474,7 +467,7 @@ def test_a_folder_that_can_not_be_looked_into_may_have_files(store, tmp_path, mo
     refuse(monkeypatch, "scandir", tmp_path / "run" / "step-1", errno.EACCES)
     assert LISTINGS["list_level"](store, tmp_path / "run") == ["step-1"]
     for how in ("list", "list_uploads"):
-        with pytest.raises(AccessDeniedError):
+        with pytest.raises(errors.AccessDeniedError):
             LISTINGS[how](store, tmp_path / "run")
 
 
@@ -484,7 +477,7 @@ def test_a_file_whose_size_can_not_be_told_is_an_error_of_the_store(
 ):
     put(store, tmp_path / "run" / "a", b"data")
     refuse(monkeypatch, "stat", tmp_path / "run" / "a", errno.EIO)
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(errors.InvalidRequestError):
         LISTINGS[how](store, tmp_path / "run")
 
 

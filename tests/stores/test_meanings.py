@@ -4,22 +4,7 @@ import pickle
 
 import pytest
 
-from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    ClockError,
-    CredentialsError,
-    InvalidRequestError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    RangeNotSatisfiableError,
-    ServerError,
-    StorageFullError,
-    ThrottledError,
-    TLSError,
-    TransientStoreError,
-    WrongRegionError,
-)
+from cloudckpt import errors
 from cloudckpt.stores.azure import errors as azure_errors
 from cloudckpt.stores.gcs import errors as gcs_errors
 from cloudckpt.stores.s3 import errors as s3_errors
@@ -30,97 +15,101 @@ WORDS = "the vendor's words"
 URI = "x://bucket/run/object"
 
 S3_CODES = {
-    ObjectNotFoundError: "404 NoSuchKey, 404 NoSuchUpload, 404",
-    BucketNotFoundError: "404 NoSuchBucket, 404 NoSuchAccessPoint",
-    AccessDeniedError: (
+    errors.ObjectNotFoundError: "404 NoSuchKey, 404 NoSuchUpload, 404",
+    errors.BucketNotFoundError: "404 NoSuchBucket, 404 NoSuchAccessPoint",
+    errors.AccessDeniedError: (
         "403 AccessDenied, 403 AllAccessDisabled, 403, 403 NotSignedUp, 400 "
         "KMS.AccessDeniedException"
     ),
-    CredentialsError: (
+    errors.CredentialsError: (
         "403 InvalidAccessKeyId, 403 SignatureDoesNotMatch, 403 ExpiredToken, 400 ExpiredToken, "
         "400 InvalidToken, 401, 403 InvalidSecurity"
     ),
-    ClockError: "403 RequestTimeTooSkewed, 403 RequestExpired",
-    WrongRegionError: (
+    errors.ClockError: "403 RequestTimeTooSkewed, 403 RequestExpired",
+    errors.WrongRegionError: (
         "301 PermanentRedirect, 307 TemporaryRedirect, 400 AuthorizationHeaderMalformed, 400 "
         "IllegalLocationConstraintException, 301"
     ),
-    PreconditionFailedError: "412 PreconditionFailed, 412",
-    ThrottledError: (
+    errors.PreconditionFailedError: "412 PreconditionFailed, 412",
+    errors.ThrottledError: (
         "400 PriorRequestNotComplete, 400 ThrottledException, 400 RequestThrottledException, 400 "
         "BandwidthLimitExceeded, 400 KMS.ThrottlingException, 503 SlowDown, 503 "
         "ServiceUnavailable, 503, 429 TooManyRequests, 429 QuotaExceeded, 429 AccessDenied, 400 "
         "ThrottlingException"
     ),
-    ServerError: (
+    errors.ServerError: (
         "400 RequestTimeoutException, 500 InternalFailure, 400 XAmzContentSHA256Mismatch, 500 "
         "KMS.KMSInternalException, 500 KMS.KeyUnavailableException, 503 "
         "KMS.DependencyTimeoutException, 409 ConditionalRequestConflict, 409 OperationAborted, "
         "400 BadDigest, 400 RequestTimeout, 400 IncompleteBody, 500 InternalError, 502, 504"
     ),
-    InvalidRequestError: (
+    errors.InvalidRequestError: (
         "400 KMS.DisabledException, 400 KMS.InvalidKeyUsageException, 400 "
         "KMS.KMSInvalidStateException, 400 KMS.NotFoundException, 400 EntityTooLarge, 400 "
         "InvalidPart, 400 SomethingNew, 405 MethodNotAllowed, 501 NotImplemented, 403 "
         "InvalidObjectState"
     ),
-    RangeNotSatisfiableError: "416 InvalidRange, 416",
-    StorageFullError: "507 XMinioStorageFull, 403 QuotaExceeded",
+    errors.RangeNotSatisfiableError: "416 InvalidRange, 416",
+    errors.StorageFullError: "507 XMinioStorageFull, 403 QuotaExceeded",
 }
 GOOGLE_REASONS = {
-    ServerError: "400 badDigest, 408, 408 uploadBrokenConnection, 409 conflict, 500 backendError",
-    InvalidRequestError: "400 invalid, 400 somethingNew, 400 userProjectMissing, 410 gone",
-    CredentialsError: "401, 401 authError",
-    AccessDeniedError: (
+    errors.ServerError: (
+        "400 badDigest, 408, 408 uploadBrokenConnection, 409 conflict, 500 backendError"
+    ),
+    errors.InvalidRequestError: "400 invalid, 400 somethingNew, 400 userProjectMissing, 410 gone",
+    errors.CredentialsError: "401, 401 authError",
+    errors.AccessDeniedError: (
         "403, 403 forbidden, 403 retentionPolicyNotMet, 403 userProjectAccessDenied, "
         "412 orgPolicyConstraintFailed"
     ),
-    StorageFullError: "403 quotaExceeded",
-    ThrottledError: (
+    errors.StorageFullError: "403 quotaExceeded",
+    errors.ThrottledError: (
         "403 userRateLimitExceeded, 429, 429 orgPolicyConstraintFailed, 429 quotaExceeded, 503, "
         "503 backendError"
     ),
-    ObjectNotFoundError: "404, 404 notFound",
-    PreconditionFailedError: "412, 412 conditionNotMet",
-    RangeNotSatisfiableError: "416, 416 requestedRangeNotSatisfiable",
+    errors.ObjectNotFoundError: "404, 404 notFound",
+    errors.PreconditionFailedError: "412, 412 conditionNotMet",
+    errors.RangeNotSatisfiableError: "416, 416 requestedRangeNotSatisfiable",
 }
 GOOGLE_CODES = {
-    ServerError: "400 CrcMismatch, 408 RequestTimeout, 500 InternalError",
-    InvalidRequestError: "400 EntityTooSmall, 400 UserProjectMissing, 501 NotImplemented",
-    CredentialsError: "401 AuthenticationRequired",
-    AccessDeniedError: "403 AccessDenied, 403 RetentionPolicyNotMet",
-    BucketNotFoundError: "404 NoSuchBucket",
-    ObjectNotFoundError: "404 NoSuchKey, 404 NoSuchUpload",
-    PreconditionFailedError: "412 PreconditionFailed",
-    ThrottledError: "429 QuotaExceeded, 503 ServiceUnavailable",
+    errors.ServerError: "400 CrcMismatch, 408 RequestTimeout, 500 InternalError",
+    errors.InvalidRequestError: "400 EntityTooSmall, 400 UserProjectMissing, 501 NotImplemented",
+    errors.CredentialsError: "401 AuthenticationRequired",
+    errors.AccessDeniedError: "403 AccessDenied, 403 RetentionPolicyNotMet",
+    errors.BucketNotFoundError: "404 NoSuchBucket",
+    errors.ObjectNotFoundError: "404 NoSuchKey, 404 NoSuchUpload",
+    errors.PreconditionFailedError: "412 PreconditionFailed",
+    errors.ThrottledError: "429 QuotaExceeded, 503 ServiceUnavailable",
 }
 AZURE_CODES = {
-    ObjectNotFoundError: "400 InvalidBlockList, 404 BlobNotFound",
-    BucketNotFoundError: "404 ContainerNotFound",
-    AccessDeniedError: (
+    errors.ObjectNotFoundError: "400 InvalidBlockList, 404 BlobNotFound",
+    errors.BucketNotFoundError: "404 ContainerNotFound",
+    errors.AccessDeniedError: (
         "403, 403 AuthorizationSourceIPMismatch, 403 KeyVaultSomethingNew, "
         "404 KeyVaultVaultNotFound, "
         "403 UnauthorizedBlobOverwrite, 403 RequestForbiddenByContainerEncryptionPolicy, "
         "409 BlobImmutableDueToLegalHold, 409 ContainerImmutabilityPolicyLocked, "
         "409 PublicAccessNotPermitted"
     ),
-    CredentialsError: (
+    errors.CredentialsError: (
         "400 InvalidAuthenticationInfo, 401, 401 NoAuthenticationInformation, "
         "403 AuthenticationFailed, 403 KeyBasedAuthenticationNotPermitted"
     ),
-    PreconditionFailedError: "409 BlobAlreadyExists, 412, 412 ConditionNotMet",
-    InvalidRequestError: (
+    errors.PreconditionFailedError: "409 BlobAlreadyExists, 412, 412 ConditionNotMet",
+    errors.InvalidRequestError: (
         "400 BlobApiNotYetSupportedForHierarchicalNamespaceAccounts, 400 InvalidBlobTier, "
         "400 InvalidHeaderValue, 409, 409 BlobArchived, 409 BlobOperationNotSupported, "
         "409 LeaseAlreadyPresent, 409 SomethingNew, 412 LeaseIdMissing, 413 RequestBodyTooLarge"
     ),
-    ThrottledError: "429, 429 KeyVaultSomethingNew, 500 ServerBusy, 503, 503 KeyVaultSomethingNew",
-    ServerError: (
+    errors.ThrottledError: (
+        "429, 429 KeyVaultSomethingNew, 500 ServerBusy, 503, 503 KeyVaultSomethingNew"
+    ),
+    errors.ServerError: (
         "400 Crc64Mismatch, 408, 409 ContainerBeingDeleted, 500 InternalError, "
         "500 KeyVaultSomethingNew, 500 OperationTimedOut, 502"
     ),
-    TLSError: "400 TlsVersionNotPermitted",
-    RangeNotSatisfiableError: "416, 416 InvalidRange",
+    errors.TLSError: "400 TlsVersionNotPermitted",
+    errors.RangeNotSatisfiableError: "416, 416 InvalidRange",
 }
 
 
@@ -250,14 +239,14 @@ def test_a_refusal_in_the_vendors_words_is_certain_and_a_gateways_is_not(
 @pytest.mark.parametrize("status", [408, 421, 425, 499, 500, 502, 504])
 def test_what_a_gateway_says_of_its_own_troubles_is_tried_again(read, status):
     error = read(status, {}, HTML, "PUT", "s3://bucket/key")
-    assert isinstance(error, TransientStoreError)
+    assert isinstance(error, errors.TransientStoreError)
     assert not error.certain
 
 
 @pytest.mark.parametrize("read", [S3, GCS, AZURE])
 def test_a_proxy_that_asks_for_a_password_is_named(read):
     error = read(407, {}, HTML, "PUT", "s3://bucket/key")
-    assert not isinstance(error, TransientStoreError)
+    assert not isinstance(error, errors.TransientStoreError)
     assert "a proxy requires a user" in str(error)
 
 
@@ -265,10 +254,10 @@ def test_what_could_not_be_signed_is_certain(open_s3, server, monkeypatch):
     """Credentials that were there at first could not be renewed."""
 
     def sign(*_):
-        raise CredentialsError("they have expired")
+        raise errors.CredentialsError("they have expired")
 
     monkeypatch.setattr(BucketAccess, "authorize", sign)
-    with pytest.raises(CredentialsError) as caught:
+    with pytest.raises(errors.CredentialsError) as caught:
         put(open_s3())
     assert caught.value.certain
     assert server.requests == []

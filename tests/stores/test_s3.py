@@ -10,21 +10,7 @@ import re
 
 import pytest
 
-from cloudckpt import Config, S3Options
-from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    ConfigError,
-    ConnectionLostError,
-    CredentialsError,
-    InvalidRequestError,
-    ObjectNotFoundError,
-    ServerError,
-    StoreError,
-    ThrottledError,
-    TransientStoreError,
-    WrongRegionError,
-)
+from cloudckpt import Config, S3Options, errors
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.s3.access import BucketAccess
 from support.dialects import (
@@ -48,7 +34,7 @@ def store(stub):
 
 @pytest.mark.parametrize("storage_class", ["GLACIER", "DEEP_ARCHIVE"])
 def test_a_storage_class_that_can_not_be_loaded_from_is_refused_on_aws(open_s3, storage_class):
-    with pytest.raises(ConfigError, match=f"storage_class='{storage_class}'"):
+    with pytest.raises(errors.ConfigError, match=f"storage_class='{storage_class}'"):
         open_s3(storage_class=storage_class, endpoint_url=None)
     open_s3(storage_class=storage_class)  # on others it may be the name of any class
 
@@ -64,7 +50,7 @@ def test_white_space_before_the_xml_of_an_answer_does_no_harm(store, server, bef
     assert VERBS["complete_upload"](store).version == '"tag"'
     for status in (200, 400):
         server.answer(status=status, body=declared + error_xml("NoSuchUpload"))
-        with pytest.raises(ObjectNotFoundError, match="upload does not exist any more"):
+        with pytest.raises(errors.ObjectNotFoundError, match="upload does not exist any more"):
             VERBS["complete_upload"](store)
 
 
@@ -72,7 +58,7 @@ def test_white_space_before_the_xml_of_an_answer_does_no_harm(store, server, bef
 def test_a_conflict_of_conditional_requests_means_that_nothing_was_written(store, server, status):
     """A completion may tell it behind the status 200."""
     server.answer(status=status, body=error_xml("ConditionalRequestConflict"))
-    with pytest.raises(ServerError, match="not written") as caught:
+    with pytest.raises(errors.ServerError, match="not written") as caught:
         VERBS["complete_upload"](store)
     assert caught.value.certain
 
@@ -81,7 +67,7 @@ def test_a_store_that_completes_nothing_on_a_condition_is_told_so(store, server)
     answer = {"status": 501, "body": error_xml("NotImplemented")}
     for version, words in (('"old"', "conditional_writes='off'"), ("", "off"), (None, "rejects")):
         server.answer(**answer)
-        with pytest.raises(InvalidRequestError, match=words) as caught:
+        with pytest.raises(errors.InvalidRequestError, match=words) as caught:
             store.complete_upload(UPLOAD, [Part(1, 4, '"tag"', None)], if_version=version)
         assert caught.value.certain
 
@@ -138,7 +124,7 @@ def test_head_finds_the_region_that_only_another_answer_names(open_s3, server):
 @pytest.mark.parametrize("region", ["us-east-1", "", "evil.example/", "-", "a" * 64])
 def test_a_region_that_leads_nowhere_is_not_followed(open_s3, server, region):
     server.respond(lambda request: server.Answer(*redirect(region)))
-    with pytest.raises(WrongRegionError):
+    with pytest.raises(errors.WrongRegionError):
         put(open_s3())
     assert len(server.requests) == 1
 
@@ -146,7 +132,7 @@ def test_a_region_that_leads_nowhere_is_not_followed(open_s3, server, region):
 def test_a_bucket_that_is_always_elsewhere_is_followed_once_a_request(open_s3, server):
     answers = itertools.cycle(["eu-west-3", "us-east-1"])
     server.respond(lambda request: server.Answer(*redirect(next(answers))))
-    with pytest.raises(WrongRegionError, match="region is us-east-1") as caught:
+    with pytest.raises(errors.WrongRegionError, match="region is us-east-1") as caught:
         put(open_s3())
     assert caught.value.region == "us-east-1"
     assert pickle.loads(pickle.dumps(caught.value)).region == "us-east-1"
@@ -177,25 +163,25 @@ def test_a_refusal_that_is_cut_off_says_nothing(store, server, framing, status):
     cut = {"size": 300, "framing": framing, "unfinished": True, "hang_up": True}
     server.respond(lambda request: server.Answer(status, **cut))
     for look in (store.get, store.head, store.delete):
-        with pytest.raises(ConnectionLostError):
+        with pytest.raises(errors.ConnectionLostError):
             look("run/.metadata")
 
 
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [
-        (404, "NoSuchKey", ObjectNotFoundError),
-        (404, "NoSuchBucket", BucketNotFoundError),
-        (403, "AccessDenied", AccessDeniedError),
-        (403, "ExpiredToken", CredentialsError),
-        (503, "SlowDown", ThrottledError),
+        (404, "NoSuchKey", errors.ObjectNotFoundError),
+        (404, "NoSuchBucket", errors.BucketNotFoundError),
+        (403, "AccessDenied", errors.AccessDeniedError),
+        (403, "ExpiredToken", errors.CredentialsError),
+        (503, "SlowDown", errors.ThrottledError),
     ],
 )
 def test_head_finds_out_the_reason_that_its_answer_does_not_tell(
     store, server, status, code, expected
 ):
     server.respond(lambda request: server.Answer(status, body=error_xml(code)))
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(errors.StoreError) as caught:
         store.head("run/object")
     assert isinstance(caught.value, expected)
 
@@ -218,7 +204,7 @@ def test_head_finds_out_the_reason_that_its_answer_does_not_tell(
 def test_other_bytes_than_were_asked_for_are_asked_for_again(store, server, status, span, body):
     headers = {"ETag": '"tag"'} | ({"Content-Range": span} if span else {})
     server.answer(status=status, headers=headers, body=body)
-    with pytest.raises(TransientStoreError):
+    with pytest.raises(errors.TransientStoreError):
         get_range(store)
 
 
@@ -243,6 +229,6 @@ def test_a_range_that_is_the_whole_object_may_come_as_such(store, server):
 )
 def test_a_completion_without_its_result_proves_nothing(store, server, answer):
     server.answer(**answer)
-    with pytest.raises(TransientStoreError) as caught:
+    with pytest.raises(errors.TransientStoreError) as caught:
         VERBS["complete_upload"](store)
     assert not caught.value.certain

@@ -16,21 +16,8 @@ import torch
 from botocore.exceptions import ConnectTimeoutError
 
 import cloudckpt
-from cloudckpt import Config, RetryPolicy, S3Options
+from cloudckpt import Config, RetryPolicy, S3Options, errors
 from cloudckpt.config import MIB
-from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    CheckpointNotFoundError,
-    ConfigError,
-    ConnectionLostError,
-    InvalidRequestError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    RangeNotSatisfiableError,
-    ServerError,
-    StoreError,
-)
 from cloudckpt.stores.base import CopySource, ObjectInfo
 from cloudckpt.stores.credentials import Credentials
 from cloudckpt.stores.registry import open_store
@@ -105,7 +92,7 @@ def test_a_bucket_is_addressed_as_its_vendor_demands(open_s3, endpoint, given, u
     ],
 )
 def test_an_option_that_could_have_no_effect_is_refused(open_s3, bucket, options, named):
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(errors.ConfigError, match=named):
         open_s3(bucket, **{"endpoint_url": None, **options})
 
 
@@ -121,7 +108,7 @@ def test_a_condition_that_would_be_ignored_is_looked_at_before(open_s3, server, 
     condition = None if DIALECTS[name].conditional_deletes is False else '"new"'
     sent = [(request.method, request.headers["If-Match"]) for request in server.requests]
     assert sent == [("HEAD", None), ("DELETE", condition)]
-    with pytest.raises(PreconditionFailedError) as caught:
+    with pytest.raises(errors.PreconditionFailedError) as caught:
         store.delete("key", if_version='"old"')
     assert caught.value.certain
     assert server.requests[-1].method == "HEAD"
@@ -225,7 +212,7 @@ def loaded(uri, config):
 
 def test_a_checkpoint_lives_in_every_dialect(place, s3_client):
     if place.name == "other":
-        with pytest.raises(ConfigError, match="ignores conditional writes"):
+        with pytest.raises(errors.ConfigError, match="ignores conditional writes"):
             cloudckpt.save(state(), checkpoint_id=place.uri("run/step-1"), config=place.config)
         assert held(s3_client, place) == []
         place.config = dataclasses.replace(place.config, conditional_writes="off")
@@ -301,7 +288,7 @@ def test_a_copy_is_tried_again_if_its_credentials_come_late(express, monkeypatch
     found = put(store, "key")
     with monkeypatch.context() as patch:
         patch.setattr(Keys, "secrets", Mock(side_effect=late))
-        with pytest.raises(ConnectionLostError):
+        with pytest.raises(errors.ConnectionLostError):
             store.copy(CopySource(store, found), "copy")
     assert store.copy(CopySource(store, found), "copy").size == found.size
 
@@ -309,9 +296,9 @@ def test_a_copy_is_tried_again_if_its_credentials_come_late(express, monkeypatch
 @pytest.mark.parametrize(
     ("status", "code", "expected", "told"),
     [
-        (403, "AccessDenied", AccessDeniedError, "s3express:CreateSession"),
-        (404, "NoSuchBucket", BucketNotFoundError, "CreateSession"),
-        (503, "SlowDown", ConnectionLostError, "can't be fetched now"),
+        (403, "AccessDenied", errors.AccessDeniedError, "s3express:CreateSession"),
+        (404, "NoSuchBucket", errors.BucketNotFoundError, "CreateSession"),
+        (503, "SlowDown", errors.ConnectionLostError, "can't be fetched now"),
     ],
 )
 def test_a_session_that_is_refused_says_why(open_s3, server, status, code, expected, told):
@@ -340,7 +327,7 @@ def test_nothing_but_the_url_goes_to_whom_reads_are_sent_on_to(monkeypatch, requ
 def test_a_target_that_always_refuses_is_an_error_without_its_signature(gateway):
     store, stub, info = gateway
     stub.lifetime = -1.0
-    with pytest.raises(AccessDeniedError, match="to which the store redirected") as caught:
+    with pytest.raises(errors.AccessDeniedError, match="to which the store redirected") as caught:
         get_range(store, size=1, if_version=info.version)
     assert len(stub.expired) == 1
     assert "SIGNED" not in f"{caught.value!r} {caught.value} {vars(caught.value)}"
@@ -348,8 +335,8 @@ def test_a_target_that_always_refuses_is_an_error_without_its_signature(gateway)
 
 def test_a_read_whose_get_renews_the_credentials_is_tried_again(gateway, monkeypatch):
     store, _, info = gateway
-    monkeypatch.setattr(store, "_head", Mock(side_effect=[AccessDeniedError("403"), info]))
-    with pytest.raises(ServerError, match="refused a HEAD"):
+    monkeypatch.setattr(store, "_head", Mock(side_effect=[errors.AccessDeniedError("403"), info]))
+    with pytest.raises(errors.ServerError, match="refused a HEAD"):
         store.get("run/object")
     assert store.get("run/object")[1] == info
 
@@ -357,9 +344,9 @@ def test_a_read_whose_get_renews_the_credentials_is_tried_again(gateway, monkeyp
 def test_only_the_store_itself_says_that_an_object_is_not_there(gateway):
     store, stub, info = gateway
     stub.is_behind = True
-    with pytest.raises(ServerError, match="missing object"):
+    with pytest.raises(errors.ServerError, match="missing object"):
         store.get("run/object")
-    with pytest.raises(ServerError, match="missing object"):
+    with pytest.raises(errors.ServerError, match="missing object"):
         get_range(store, size=1, if_version=info.version)
 
 
@@ -368,11 +355,11 @@ def test_a_version_is_pinned_though_the_store_ignores_conditions(gateway):
     assert get_range(store, size=3, if_version=old.version) == b"012"
     new = put(store, data=b"new")
     assert get_range(store, size=3, if_version=new.version) == b"new"
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         get_range(store, size=3, if_version=old.version)
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         store.get("run/nothing")
-    with pytest.raises(RangeNotSatisfiableError):
+    with pytest.raises(errors.RangeNotSatisfiableError):
         get_range(store, start=7, size=3, if_version=new.version)
 
 
@@ -383,7 +370,7 @@ def test_no_other_store_may_send_reads_on(open_s3, stub_server, server, name, mo
     with stub_server() as elsewhere:
         location = {"Location": f"{elsewhere.url}/target"}
         server.respond(lambda request: server.Answer(302, location))
-        with pytest.raises(StoreError):
+        with pytest.raises(errors.StoreError):
             open_s3(dialect=name).get("key")
         assert server.requests[-1].target.endswith("/key")
         assert elsewhere.requests == []
@@ -413,7 +400,7 @@ def test_a_target_has_an_address_that_may_be_read_from(
     if may_be_read:
         assert store.get("key") == (b"data", ObjectInfo("key", 4, '"v"'))
     else:
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(errors.InvalidRequestError):
             store.get("key")
     assert [request.method for request in tls_server.requests] == [
         "HEAD",
@@ -434,7 +421,7 @@ def test_a_storage_bucket_by_its_own_scheme(stub_server, s3_url, s3_client, monk
         cloudckpt.save(state(3), checkpoint_id=uri, config=config)
         assert_same(loaded(uri, config), state(3))
         assert cloudckpt.latest(f"hf://buckets/my-org/{bucket}/run", config=config) is not None
-        with pytest.raises(CheckpointNotFoundError) as caught:
+        with pytest.raises(errors.CheckpointNotFoundError) as caught:
             cloudckpt.load(state(), checkpoint_id=f"{uri}0", config=config)
         assert f"{uri}0" in str(caught.value)
         for _, request in stub.log:

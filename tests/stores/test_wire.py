@@ -6,17 +6,8 @@ import time
 
 import pytest
 
+from cloudckpt import errors
 from cloudckpt.config import RetryPolicy
-from cloudckpt.errors import (
-    AccessDeniedError,
-    ConnectionLostError,
-    InvalidRequestError,
-    ServerError,
-    StoreError,
-    ThrottledError,
-    TLSError,
-    TransientStoreError,
-)
 from cloudckpt.stores.base import Part
 from cloudckpt.transfer.retry import Retrier
 from support.dialects import (
@@ -59,7 +50,8 @@ def failure(store, status, headers=(), body=b""):
 
 @in_all
 @pytest.mark.parametrize(
-    ("answer", "error"), [({"status": 503}, ThrottledError), ({"mute": True}, ConnectionLostError)]
+    ("answer", "error"),
+    [({"status": 503}, errors.ThrottledError), ({"mute": True}, errors.ConnectionLostError)],
 )
 def test_a_store_makes_one_attempt(dialect, store, server, verb, answer, error):
     server.respond(lambda request: server.Answer(**answer))
@@ -72,7 +64,7 @@ def test_a_store_makes_one_attempt(dialect, store, server, verb, answer, error):
 def test_an_endpoint_that_is_not_there_is_a_lost_connection(dialect, opened):
     store = opened(dialect.open(f"http://127.0.0.1:{free_port()}"))
     for function in dialect.verbs.values():
-        with pytest.raises(ConnectionLostError, match="refused") as caught:
+        with pytest.raises(errors.ConnectionLostError, match="refused") as caught:
             function(store)
         assert caught.value.uri.startswith(store.uri("run/"))
         assert caught.value.certain
@@ -86,14 +78,14 @@ def test_a_request_that_is_refused_is_told_by_its_error(dialect, store, server, 
     code = {"x-ms-error-code": "AuthorizationPermissionMismatch"}
     server.respond(lambda request: server.Answer(403, code, body))
     told = "HTTP 403" if dialect is AZURE and verb == "head" else r"HTTP 403.*words"
-    with pytest.raises(AccessDeniedError, match=told) as caught:
+    with pytest.raises(errors.AccessDeniedError, match=told) as caught:
         dialect.verbs[verb](store)
     assert caught.value.uri == store.uri("run/" if "list" in verb else "run/object")
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>nginx</html>", b"\xff\xfe<", b"<Error>", b"{", b"5"])
 def test_an_answer_that_is_no_error_of_the_vendor_is_judged_by_its_status(store, body):
-    assert type(failure(store, 503, body=body)) is ThrottledError
+    assert type(failure(store, 503, body=body)) is errors.ThrottledError
 
 
 @pytest.mark.parametrize("had_one", [True, False])
@@ -110,9 +102,9 @@ def test_an_answer_without_a_version_is_asked_for_again_if_others_had_one(
         body = b"{}" if in_body else answer.get("body", b"")
         nothing = {**answer, "headers": others, "body": body}
         server.respond(lambda request, nothing=nothing: server.Answer(**nothing))
-        with pytest.raises(StoreError) as caught:
+        with pytest.raises(errors.StoreError) as caught:
             dialect.verbs[verb](store)
-        assert isinstance(caught.value, TransientStoreError) is (had_one or in_body)
+        assert isinstance(caught.value, errors.TransientStoreError) is (had_one or in_body)
         assert not caught.value.certain
         assert caught.value.uri == store.uri("run/object")
 
@@ -131,7 +123,7 @@ def test_a_head_that_names_no_length_is_asked_again(store, server):
     """The object would be taken for an empty one."""
     silent = server.Answer(headers={"ETag": '"tag"'}, framing="chunked")
     server.answer(silent, server.Answer(headers={"ETag": '"tag"'}, size=0))
-    with pytest.raises(TransientStoreError, match="size"):
+    with pytest.raises(errors.TransientStoreError, match="size"):
         store.head("run/object")
     assert store.head("run/object").size == 0
 
@@ -139,7 +131,7 @@ def test_a_head_that_names_no_length_is_asked_again(store, server):
 def test_a_truncated_object_tells_how_much_came(dialect, store, server):
     headers = {**dialect.versions, "Content-Range": "bytes 0-999/1000"}
     server.answer(status=206, headers=headers, body=b"x" * 300, size=1000, hang_up=True)
-    with pytest.raises(ConnectionLostError) as caught:
+    with pytest.raises(errors.ConnectionLostError) as caught:
         store.get_range("run/object", 0, [memoryview(bytearray(1000))])
     assert (caught.value.received, caught.value.version) == (300, *dialect.versions.values())
     assert caught.value.uri == store.uri("run/object")
@@ -147,7 +139,7 @@ def test_a_truncated_object_tells_how_much_came(dialect, store, server):
 
 @pytest.mark.parametrize("key", ["a/../b", "a/./b"])
 def test_a_key_with_dot_segments_is_never_sent(store, server, key):
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(errors.InvalidRequestError):
         store.put(key, [memoryview(b"data")], checksum=0)
     assert server.requests == []
 
@@ -163,14 +155,14 @@ ONLY_TLS = [  # of Go's servers, nginx, Apache, and one that sends on
 @pytest.mark.parametrize("answer", ONLY_TLS)
 def test_a_server_that_takes_tls_only_is_named_at_once(store, server, answer):
     server.respond(lambda request: server.Answer(*answer))
-    with pytest.raises(TLSError, match="URL of the endpoint with https://") as caught:
+    with pytest.raises(errors.TLSError, match="URL of the endpoint with https://") as caught:
         store.delete("run/object")
     assert caught.value.certain
 
 
 def test_a_proxy_that_limits_bodies_is_named(store, server):
     server.respond(lambda request: server.Answer(413, body=b"<h1>Entity Too Large</h1>"))
-    with pytest.raises(InvalidRequestError, match=r"client_max_body_size.*part_size"):
+    with pytest.raises(errors.InvalidRequestError, match=r"client_max_body_size.*part_size"):
         store.put("run/object", [memoryview(b"data")], checksum=0)
 
 
@@ -187,7 +179,7 @@ NO_LISTINGS = [
 def test_a_listing_that_is_none_is_no_empty_one(store, server, verb, body):
     """A vendor's client would take it for one, and a training job begin anew."""
     server.answer(body=body)
-    with pytest.raises(ServerError):
+    with pytest.raises(errors.ServerError):
         list(getattr(store, verb)("run/"))
 
 
@@ -215,7 +207,7 @@ PAGES = {
 def test_a_listing_that_leads_back_is_ended(request, store, server, verb, markers):
     name, again = request.node.callspec.params["dialect"], itertools.cycle(markers)
     server.respond(lambda request: server.Answer(body=PAGES[name, verb](next(again))))
-    with pytest.raises(ServerError, match="earlier page"):
+    with pytest.raises(errors.ServerError, match="earlier page"):
         list(getattr(store, verb)("run/"))
     assert len(server.requests) == len(markers) + 1
 
@@ -267,7 +259,7 @@ def test_the_page_of_a_gateway_does_not_say_that_there_is_no_object(dialect, sto
     server.respond(lambda request: server.Answer(404, body=body))
     for verb in ("get", "get_range", "head", "delete", "abort_upload"):
         if verb in dialect.answers:
-            with pytest.raises(ServerError, match="answered in place of the store"):
+            with pytest.raises(errors.ServerError, match="answered in place of the store"):
                 dialect.verbs[verb](store)
 
 

@@ -10,19 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cloudckpt import errors
 from cloudckpt.checksum import CRC32C, BlockChecksums
 from cloudckpt.config import Config, RetryPolicy
-from cloudckpt.errors import (
-    AccessDeniedError,
-    ConnectionLostError,
-    InvalidRequestError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    ServerError,
-    StorageFullError,
-    ThrottledError,
-    TransferCancelledError,
-)
 from cloudckpt.transfer.download import download
 from cloudckpt.transfer.landing import BytesSink, StoredBytes, Wanted
 from cloudckpt.transfer.parts import PartPlan, Piece
@@ -89,10 +79,10 @@ def test_nothing_is_copied_on_the_way_to_the_store(store):
 def test_an_object_arrives_through_any_passing_faults(sizes, seed, share, width):
     store = FaultyStore(Checking(), seed=seed)
     for verb in ("put", "create_upload", "put_part", "complete_upload"):
-        store.fail(verb, ThrottledError, probability=share / 3)
-        store.fail(verb, ConnectionLostError, probability=share / 3, when="after")
+        store.fail(verb, errors.ThrottledError, probability=share / 3)
+        store.fail(verb, errors.ConnectionLostError, probability=share / 3, when="after")
     for verb in ("put", "put_part"):
-        store.fail(verb, ConnectionLostError, probability=share / 3, when="during", moved=1)
+        store.fail(verb, errors.ConnectionLostError, probability=share / 3, when="during", moved=1)
     data = some_bytes(sum(sizes))
     patient = RetryPolicy(attempts=200, base=0.0, cap=0.0)
     upload, stats = send(store, cut(data, sizes), width=width, policy=patient)
@@ -106,7 +96,12 @@ def test_an_object_arrives_through_any_passing_faults(sizes, seed, share, width)
 # answers that were lost
 
 
-REFUSALS = [AccessDeniedError, PreconditionFailedError, InvalidRequestError, ObjectNotFoundError]
+REFUSALS = [
+    errors.AccessDeniedError,
+    errors.PreconditionFailedError,
+    errors.InvalidRequestError,
+    errors.ObjectNotFoundError,
+]
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
@@ -123,7 +118,7 @@ def test_a_refusal_after_a_lost_answer_is_success_only_if_this_write_made_the_ob
         other = data[::-1] if there == "other bytes" else data
         put(store.inner, KEY, other, attempt="" if there == "of nobody" else "f" * 16)
     is_own = there == "its own"
-    store.fail(verb, ConnectionLostError, calls=[1], when="after" if is_own else "before")
+    store.fail(verb, errors.ConnectionLostError, calls=[1], when="after" if is_own else "before")
     store.fail(verb, refusal, calls=[2])
     with contextlib.nullcontext() if is_own else pytest.raises(refusal) as caught:
         upload, _ = send(store, pieces_of(data, 700))
@@ -136,11 +131,11 @@ def test_a_refusal_after_a_lost_answer_is_success_only_if_this_write_made_the_ob
 def test_an_object_with_a_random_key_replaces_none(store, size):
     data = some_bytes(size)
     put(store.inner, KEY, b"somebody else's")
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         send(store, pieces_of(data, 700), create_only=True)
     verb = "put" if size < PART else "complete_upload"
     store.inner.delete(KEY)
-    store.fail(verb, ConnectionLostError, calls=[store.calls[verb] + 1], when="after")
+    store.fail(verb, errors.ConnectionLostError, calls=[store.calls[verb] + 1], when="after")
     upload, _ = send(store, pieces_of(data, 700), create_only=True)  # met its own first try
     assert upload.info == store.inner.head(KEY)
 
@@ -151,9 +146,9 @@ def test_of_two_writers_of_the_same_bytes_one_creates_the_object_though_answers_
 ):
     """As two jobs that both want to create a lock, or a mark."""
     data, retrier = memoryview(b"locked"), Retrier(AT_ONCE)
-    store.fail("put", ConnectionLostError, calls=[1, 3], when=when)
+    store.fail("put", errors.ConnectionLostError, calls=[1, 3], when=when)
     put_whole(store, KEY, data, retrier, if_version="")
-    with pytest.raises(PreconditionFailedError):
+    with pytest.raises(errors.PreconditionFailedError):
         put_whole(store, KEY, data, retrier, if_version="")
 
 
@@ -163,14 +158,14 @@ def test_an_object_of_which_the_server_kept_the_beginning_is_no_success(store):
     def cut(key, body, *, checksum, **options):
         store.inner.put = whole
         MemoryStore.put(store.inner, key, [body[0][:5]], checksum=checksum, **options)
-        raise ConnectionLostError("lost")
+        raise errors.ConnectionLostError("lost")
 
     for write in (
         lambda: put_whole(store, KEY, data, Retrier(AT_ONCE), if_version=""),
         lambda: send(store, pieces_of(data, 700), create_only=True),
     ):
         store.inner.put = cut
-        with pytest.raises(PreconditionFailedError):
+        with pytest.raises(errors.PreconditionFailedError):
             write()
         store.inner.delete(KEY)
 
@@ -178,23 +173,23 @@ def test_an_object_of_which_the_server_kept_the_beginning_is_no_success(store):
 def test_an_object_that_was_put_together_wrongly_is_no_success_though_it_is_ours(store):
     """Google is sent no checksum of the whole, but tells it."""
     data = some_bytes(2500)
-    store.fail("complete_upload", ConnectionLostError, calls=[1], when="after")
+    store.fail("complete_upload", errors.ConnectionLostError, calls=[1], when="after")
     head = store.inner.head
 
     def told(key):
         return dataclasses.replace(head(key), checksum=CRC32C.of(data) ^ 1)
 
     store.inner.head = told
-    with pytest.raises(ObjectNotFoundError):
+    with pytest.raises(errors.ObjectNotFoundError):
         send(store, pieces_of(data, 700))
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_upload_whose_beginning_was_lost_leaves_no_twin(store, fails):
-    store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
+    store.fail("create_upload", errors.ConnectionLostError, calls=[1], when="after")
     if fails:
-        store.fail("put_part", AccessDeniedError, calls=[2])
-        with pytest.raises(AccessDeniedError):
+        store.fail("put_part", errors.AccessDeniedError, calls=[2])
+        with pytest.raises(errors.AccessDeniedError):
             send(store, pieces_of(some_bytes(2500), 700))
         assert held(store.inner) == []
     else:
@@ -207,10 +202,10 @@ def test_an_upload_whose_beginning_was_lost_leaves_no_twin(store, fails):
 )
 def test_what_aborts_an_upload_that_stays_is_named(store, kind, advice, caplog):
     """Of the uploads of keys that users have chosen, sweep deletes none in a bucket."""
-    store.fail("create_upload", ConnectionLostError, calls=[1], when="after")
-    store.fail("put_part", AccessDeniedError, calls=[2])
-    store.fail("abort_upload", AccessDeniedError)
-    with pytest.raises(AccessDeniedError):
+    store.fail("create_upload", errors.ConnectionLostError, calls=[1], when="after")
+    store.fail("put_part", errors.AccessDeniedError, calls=[2])
+    store.fail("abort_upload", errors.AccessDeniedError)
+    with pytest.raises(errors.AccessDeniedError):
         send(store, pieces_of(some_bytes(2500), 700), kind=kind)
     assert caplog.messages
     assert all(advice in text for text in caplog.messages)
@@ -225,8 +220,8 @@ def test_what_aborts_an_upload_that_stays_is_named(store, kind, advice, caplog):
 )
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_object_that_failed_leaves_nothing_behind(store, verb, size, when):
-    store.fail(verb, StorageFullError, calls=[1], when=when)
-    with pytest.raises(StorageFullError):
+    store.fail(verb, errors.StorageFullError, calls=[1], when=when)
+    with pytest.raises(errors.StorageFullError):
         send(store, pieces_of(some_bytes(size), 700))
     if (verb, when) == ("create_upload", "after"):
         return  # a store that refuses has begun no upload
@@ -246,7 +241,7 @@ def down(store):
 @pytest.mark.parametrize("move", [up, down])
 def test_an_error_of_one_request_stops_the_others(move):
     store = Endless(uuid.uuid4().hex)
-    with pytest.raises(AccessDeniedError, match="the second"):
+    with pytest.raises(errors.AccessDeniedError, match="the second"):
         move(store)
     assert store.stopped == [1]
     assert held(store) == []
@@ -268,22 +263,22 @@ class Endless(MemoryStore):
     def _move(self, number, progress):
         if number == 2:
             assert self._on_its_way.wait(30)
-            raise AccessDeniedError("the second")
+            raise errors.AccessDeniedError("the second")
         try:
             while True:
                 progress(1)
                 self._on_its_way.set()
-        except TransferCancelledError:
+        except errors.TransferCancelledError:
             self.stopped.append(number)
             raise
 
 
-@pytest.mark.parametrize("error", [ServerError, AccessDeniedError])
+@pytest.mark.parametrize("error", [errors.ServerError, errors.AccessDeniedError])
 def test_what_can_not_be_cleaned_up_is_logged_and_hides_no_error(store, caplog, error):
-    store.fail("put_part", StorageFullError, calls=[2])
+    store.fail("put_part", errors.StorageFullError, calls=[2])
     store.fail("abort_upload", error)
     store.fail("delete", error)
-    with caplog.at_level(logging.WARNING, "cloudckpt"), pytest.raises(StorageFullError):
+    with caplog.at_level(logging.WARNING, "cloudckpt"), pytest.raises(errors.StorageFullError):
         send(store, pieces_of(some_bytes(2500), 700))
     assert "could not be aborted" in caplog.text
     assert store.calls["abort_upload"] <= 5
@@ -344,11 +339,11 @@ def test_an_end_waits_for_parts_that_are_still_copied_and_ends_if_one_fails(stor
     def arrive():
         assert has_begun.wait(10)
         if fails:
-            raise AccessDeniedError("the device is gone")
+            raise errors.AccessDeniedError("the device is gone")
 
     parts = [(at, memoryview(data)[at : at + PART]) for at in range(0, len(data), PART)]
     pieces = [Piece(view, sums, at, ready=arrive) for at, view in parts]
-    with pytest.raises(AccessDeniedError) if fails else contextlib.nullcontext():
+    with pytest.raises(errors.AccessDeniedError) if fails else contextlib.nullcontext():
         send(store, [*pieces, end], width=8)
     assert (made, held(store.inner)) == (([], []) if fails else ([1], [KEY]))
 
@@ -358,7 +353,7 @@ def test_an_end_waits_for_parts_that_are_still_copied_and_ends_if_one_fails(stor
 def test_an_end_whose_parts_fail_leaves_nothing(store, call, width):
     data, sums = some_bytes(3 * PART), BlockChecksums(CRC32C, 1 << 20)
     _, end = index_of(data, 2500, sums)
-    store.fail("put_part", AccessDeniedError, calls=[call])
-    with pytest.raises(AccessDeniedError):
+    store.fail("put_part", errors.AccessDeniedError, calls=[call])
+    with pytest.raises(errors.AccessDeniedError):
         send(store, [Piece(memoryview(data), sums), end], width=width)
     assert held(store.inner) == []
