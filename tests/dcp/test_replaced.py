@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 
 import cloudckpt
-from cloudckpt.errors import CheckpointNotFoundError, CheckpointReplacedError
+from cloudckpt.errors import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    MissingKeyError,
+)
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,
@@ -117,6 +121,20 @@ def test_a_load_that_is_overtaken_begins_anew_or_ends_by_name(
 
     with overtaken(place, verb, suffix, delete), pytest.raises(CheckpointNotFoundError):
         load(place)
+
+
+def test_a_partial_load_keeps_no_value_of_a_checkpoint_that_was_replaced(local):
+    local.save({"kept": torch.zeros(SIZE), "gone": torch.zeros(SIZE)}, no_dist=True)
+    state = {"kept": torch.ones(SIZE), "gone": torch.ones(SIZE)}
+
+    def overtake() -> None:
+        local.save({"kept": torch.zeros(SIZE)}, no_dist=True)
+
+    with (
+        overtaken(local, "get_range", ".distcp", overtake),
+        pytest.raises(MissingKeyError, match="replaced while it was loaded"),
+    ):
+        local.load(state, no_dist=True, strict=False)
 
 
 # ---- files of torch.save

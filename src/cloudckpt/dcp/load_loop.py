@@ -37,7 +37,12 @@ from cloudckpt.dcp.loading import Load, Offer, SharedReads
 from cloudckpt.dcp.meeting import LOADING, Meeting, RankStatus, all_expected
 from cloudckpt.dcp.reader import CloudStorageReader, Model
 from cloudckpt.dcp.report import LoadReport
-from cloudckpt.errors import CheckpointReplacedError, CloudCheckpointError, text_of
+from cloudckpt.errors import (
+    CheckpointReplacedError,
+    CloudCheckpointError,
+    MissingKeyError,
+    text_of,
+)
 from cloudckpt.transfer.landing import Segment
 from cloudckpt.transfer.retry import retry_if_replaced
 
@@ -141,6 +146,7 @@ class _Load:
         self._metadata = Metadata({})  # replaced by the metadata that are read
         self._plan = LoadPlan([])
         self._load: Load | None = None
+        self._begun: set[str] = set()  # the names that an earlier try has begun to fill
         self._segments: Sequence[Segment] = ()  # those that other ranks may want, too
 
     def run(self) -> None:
@@ -282,8 +288,24 @@ class _Load:
     def _prepare(
         self, plan: LoadPlan, shares: str, until_the_end: contextlib.ExitStack
     ) -> Offer | None:
-        """Locates the bytes of a plan; returns which reads can be shared, None if none are."""
+        """Locates the bytes of a plan; returns which reads can be shared, None if none are.
+
+        Raises:
+            MissingKeyError: If an earlier try has begun to fill an entry that this one does not
+                fill, as another save has replaced the checkpoint.
+        """
         self._plan = self._planner.finish_plan(plan)
+        names = {item.dest_index.fqn for item in self._plan.items}
+        if self._begun - names:
+            name = min(self._begun - names)
+            raise MissingKeyError(
+                f"the checkpoint was replaced while it was loaded, and the new one has no {name} "
+                "that fits, so that this entry may hold values of the old one: load again, into a "
+                "fresh state dict",
+                uri=self._uri,
+                item=name,
+            )
+        self._begun = names
         if self._ours is None:
             return None
         self._load = until_the_end.enter_context(self._ours.begun(self._planner))
