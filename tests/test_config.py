@@ -200,7 +200,7 @@ def test_every_option_is_documented_and_has_a_variable_of_its_own():
         named = {name for found, name, *_ in DOCUMENTED if found is cls}
         nested = {"retry", "s3", "gcs", "azure", "background"} if cls is Config else set()
         of_programs = {"attempts", "base", "cap"} if cls is RetryPolicy else set()
-    assert named | nested | of_programs == {field.name for field in dataclasses.fields(cls)}
+        assert named | nested | of_programs == {field.name for field in dataclasses.fields(cls)}
 
 
 @pytest.mark.parametrize(

@@ -148,13 +148,9 @@ def test_where_nobody_is_let_in_the_reason_is_told_once(end, bucket, code) -> No
     assert "clean-up" not in found
 
 
-def test_a_server_that_is_not_there_is_told_once(bucket) -> None:
-    found = examined(f"s3://{bucket}/run", config_of(f"http://127.0.0.1:{free_port()}"))
-    assert outcomes(found, "failed") == ["connection"]
-
-
-def test_a_check_that_is_broken_off_names_its_last_failure(bucket) -> None:
+def test_a_server_that_is_not_there_is_told_once_also_by_a_check_that_is_broken_off(bucket) -> None:
     config = config_of(f"http://127.0.0.1:{free_port()}")
+    assert outcomes(examined(f"s3://{bucket}/run", config), "failed") == ["connection"]
     found = examined(f"s3://{bucket}/run", config, patience=0.3, read_only=True)
     assert ["refused" in found[name].found for name in outcomes(found, "failed")] == [True]
 

@@ -32,13 +32,6 @@ def test_what_was_saved_is_loaded(place, data) -> None:
     assert found.version == version
 
 
-def test_a_file_that_is_not_there_is_told_as_such(place) -> None:
-    for name in ("nothing", "folder/nothing"):
-        with pytest.raises(errors.ObjectNotFoundError) as caught:
-            load_file(f"{place.uri}/{name}", config=place.config)
-        assert isinstance(caught.value, FileNotFoundError)
-
-
 def test_only_one_of_two_writers_creates_a_file(place) -> None:
     uri, config = f"{place.uri}/lock.json", place.config
     first = save_file(uri, b"first", if_absent=True, config=config)

@@ -31,14 +31,6 @@ def _assert_same(found, expected):
         assert_same(found[name], tensor, name)
 
 
-def test_a_small_model_is_one_file_without_an_index(place) -> None:
-    state = full_state() | {"scalar": torch.tensor(3.5), "none": torch.empty(0, 4)}
-    cloudckpt.hf.save(state, place.uri, config=place.config)
-    assert place.names() == ["model.safetensors"]
-    _assert_same(_files(place)[0], state)
-    assert not place.unfinished()
-
-
 def test_strided_tensors_and_other_types_are_converted_on_the_way(local) -> None:
     state = {
         "columns": numbered(3000, 700).t(),

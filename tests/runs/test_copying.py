@@ -17,26 +17,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import cloudckpt
-from cloudckpt import Config, RetryPolicy
+from cloudckpt import Config, RetryPolicy, errors
 from cloudckpt.checkpoint.notes import Notes
 from cloudckpt.checkpoint.objects import CLAIM
 from cloudckpt.checksum import CRC64NVME
 from cloudckpt.config import MIB
-from cloudckpt.errors import (
-    AccessDeniedError,
-    CheckpointConflictError,
-    CheckpointCorruptError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CommitUnknownError,
-    ConfigError,
-    ConnectionLostError,
-    CredentialsError,
-    InvalidRequestError,
-    InvalidURIError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-)
 from cloudckpt.runs.copying import Copied, copy
 from cloudckpt.stores import registry
 from support.faulty_store import FaultyStore
@@ -168,24 +153,14 @@ def test_of_a_checkpoint_of_torch_what_the_store_says_of_its_bytes_is_compared(c
     copy(tmp_path / "of torch", "memory://here/a", config=CONFIG)
     [data] = (tmp_path / "of torch").glob("*.distcp")
     os.truncate(data, data.stat().st_size - 1)
-    with pytest.raises(CheckpointCorruptError, match="was truncated"):
+    with pytest.raises(errors.CheckpointCorruptError, match="was truncated"):
         copy(tmp_path / "of torch", "memory://there/b", config=CONFIG)
     store = cloud.stores["here"].inner
     usual = store.head
     store.head = lambda key: dataclasses.replace(usual(key), checksum=1)
-    with pytest.raises(CheckpointCorruptError, match="does not match its checksum"):
+    with pytest.raises(errors.CheckpointCorruptError, match="does not match its checksum"):
         copy("memory://here/a", "memory://there/b", config=CONFIG)
     assert cloud.keys("there") == []
-
-
-def damage(cloud: Cloud, name: str, *places: float) -> None:
-    """Changes bytes of the largest object."""
-    store = cloud.stores[name].inner
-    largest = max(store.list(""), key=lambda info: info.size)
-    data, _ = store.get(largest.key)
-    for at in places:
-        data[int(at * len(data))] ^= 1
-    store.put(largest.key, [memoryview(data)], checksum=0)
 
 
 def test_bytes_that_are_damaged_on_the_way_are_fetched_again(cloud) -> None:
@@ -209,21 +184,20 @@ def test_bytes_that_are_damaged_on_the_way_are_fetched_again(cloud) -> None:
 
 def test_passing_failures_on_both_sides_pass(cloud) -> None:
     save("memory://here/a")
-    cloud.stores["here"].fail(
-        "get_range", ConnectionLostError, calls=[1, 3], when="during", moved=1000
-    )
-    cloud.stores["there"].fail("put_part", ConnectionLostError, calls=[1, 2], when="after")
-    cloud.stores["there"].fail("complete_upload", ConnectionLostError, calls=[1], when="after")
+    here, there = cloud.stores["here"], cloud.stores["there"]
+    here.fail("get_range", errors.ConnectionLostError, calls=[1, 3], when="during", moved=1000)
+    there.fail("put_part", errors.ConnectionLostError, calls=[1, 2], when="after")
+    there.fail("complete_upload", errors.ConnectionLostError, calls=[1], when="after")
     copy("memory://here/a", "memory://there/b", config=CONFIG)
-    assert cloud.stores["there"].failed["put_part"] == 2
+    assert there.failed["put_part"] == 2
     assert_same("memory://there/b")
 
 
 def test_of_a_commit_that_nobody_knows_of_nothing_is_deleted(cloud) -> None:
     save("memory://here/a")
     commits = lambda key: key.endswith(".metadata")  # noqa: E731
-    cloud.stores["there"].fail("put", ConnectionLostError, where=commits)
-    with pytest.raises(CommitUnknownError):
+    cloud.stores["there"].fail("put", errors.ConnectionLostError, where=commits)
+    with pytest.raises(errors.CommitUnknownError):
         copy("memory://here/a", "memory://there/b", config=CONFIG)
     assert len(cloud.keys("there")) == 2
 
@@ -243,7 +217,7 @@ def test_a_save_to_the_same_place_meanwhile_is_a_conflict(cloud) -> None:
     save("memory://here/a", 1.0)
     target = cloud.stores["there"].inner
     once_before(target, "complete_upload", lambda: save("memory://there/b", 2.0))
-    with pytest.raises(CheckpointConflictError):
+    with pytest.raises(errors.CheckpointConflictError):
         copy("memory://here/a", "memory://there/b", config=CONFIG)
     assert_same("memory://there/b", 2.0)
     assert len(cloud.keys("there")) == 3
@@ -282,7 +256,12 @@ def test_within_a_cloud_no_bytes_pass_here(within) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [AccessDeniedError, InvalidRequestError, ObjectNotFoundError, PreconditionFailedError],
+    [
+        errors.AccessDeniedError,
+        errors.InvalidRequestError,
+        errors.ObjectNotFoundError,
+        errors.PreconditionFailedError,
+    ],
 )
 def test_what_a_store_refuses_to_copy_by_itself_is_streamed(within, error) -> None:
     save("memory://here/a")
@@ -295,13 +274,13 @@ def test_what_a_store_refuses_to_copy_by_itself_is_streamed(within, error) -> No
 
 def test_what_is_no_place_for_a_copy_is_refused(cloud) -> None:
     save("memory://here/a")
-    with pytest.raises(ConfigError, match="the same"):
+    with pytest.raises(errors.ConfigError, match="the same"):
         copy("memory://here/a", "memory://here/a", config=CONFIG)
-    with pytest.raises(InvalidURIError):
+    with pytest.raises(errors.InvalidURIError):
         copy("memory://here/a", "s4://there/b", config=CONFIG)
-    with pytest.raises(CheckpointNotFoundError, match="neither here"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="neither here"):
         copy("memory://here/nothing", "memory://there/b", config=CONFIG)
-    with pytest.raises(CheckpointNotFoundError, match="epoch"):
+    with pytest.raises(errors.CheckpointNotFoundError, match="epoch"):
         copy("memory://here", "memory://there", step_name="epoch-{step}", config=CONFIG)
     assert cloud.keys("there") == []
 
@@ -334,12 +313,12 @@ def test_a_checkpoint_is_copied_beneath_a_run_and_no_run_to_a_checkpoint(tmp_pat
         assert copy(tmp_path / "a" / "step-2", folder).checkpoints == 1
         assert cloudckpt.exists(f"{folder}/step-2")
     assert not cloudckpt.exists(target)
-    with pytest.raises(CheckpointExistsError):
+    with pytest.raises(errors.CheckpointExistsError):
         copy(tmp_path / "a" / "step-2", target, overwrite=False)
-    with pytest.raises(ConfigError, match="the same"):
+    with pytest.raises(errors.ConfigError, match="the same"):
         copy(tmp_path / "a" / "step-2", tmp_path / "a")
     assert copy(tmp_path / "b", tmp_path / "c").checkpoints == 2
-    with pytest.raises(CheckpointExistsError, match="so a run can't be copied to it"):
+    with pytest.raises(errors.CheckpointExistsError, match="so a run can't be copied to it"):
         copy(tmp_path / "a", tmp_path / "b" / "step-1")
     assert not cloudckpt.exists(tmp_path / "b" / "step-1" / "step-1")
 
@@ -402,17 +381,20 @@ def test_ranks_divide_the_checkpoints_of_a_run(ranks, run, tmp_path) -> None:
 def test_what_fails_on_one_rank_is_told_to_all(ranks, run, tmp_path) -> None:
     for path in (run / "step-3").glob("__0_*.distcp"):
         path.unlink()
-    errors = ranks.errors(2, _copy, str(run), str(tmp_path / "b"))
-    assert [type(error) for error in errors] == [CheckpointCorruptError] * 2
-    assert "that were not copied: 1; " in str(errors[0])
+    raised = ranks.errors(2, _copy, str(run), str(tmp_path / "b"))
+    assert [type(error) for error in raised] == [errors.CheckpointCorruptError] * 2
+    assert "that were not copied: 1; " in str(raised[0])
     assert copied_names(tmp_path / "b") == ["step-1", "step-4", "the best, ü"]
 
 
 FAILING = [
-    *((verb, AccessDeniedError, False) for verb in ("create_upload", "complete_upload", "put")),
+    *(
+        (verb, errors.AccessDeniedError, False)
+        for verb in ("create_upload", "complete_upload", "put")
+    ),
     ("put_part", KeyboardInterrupt, False),
     ("copy", KeyboardInterrupt, True),
-    ("copy", CredentialsError, True),
+    ("copy", errors.CredentialsError, True),
 ]
 
 
@@ -431,8 +413,13 @@ def test_a_copy_that_fails_leaves_nothing(cloud, verb, error, by_store) -> None:
 def test_a_damaged_object_is_named_and_nothing_of_it_is_at_the_target(cloud, by_store) -> None:
     cloud.store("there", copies=by_store)
     save("memory://here/a")
-    damage(cloud, "here", 0.3, 0.7)
-    with pytest.raises(CheckpointCorruptError, match=r"at memory://here/a/\S+\.distcp"):
+    store = cloud.stores["here"].inner
+    data = max(store.list(""), key=lambda info: info.size).key
+    content, _ = store.get(data)
+    for tenth in (3, 7):
+        content[tenth * len(content) // 10] ^= 1
+    store.put(data, [memoryview(content)], checksum=0)
+    with pytest.raises(errors.CheckpointCorruptError, match=r"at memory://here/a/\S+\.distcp"):
         copy("memory://here/a", "memory://there/b", config=CONFIG)
     assert cloud.keys("there") == []
 
@@ -447,7 +434,7 @@ def test_a_copy_of_a_run_goes_on_and_replaces_what_differs_unless_that_is_off(
     if there == "damaged":
         os.truncate(target / ".metadata", 100)
     if there in ("another", "damaged"):
-        with pytest.raises(CheckpointExistsError):
+        with pytest.raises(errors.CheckpointExistsError):
             copy(run, tmp_path / "copy", overwrite=False)
     else:
         copied = copy(run, tmp_path / "copy", overwrite=False)

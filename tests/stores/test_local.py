@@ -65,22 +65,17 @@ def test_a_folder_that_is_deleted_just_then_is_made_again_but_not_forever(
         assert len(begun) < deletions
 
 
-@pytest.mark.parametrize("condition", [{"if_version": ""}, {"if_version": "another"}])
-def test_a_refused_object_leaves_nothing_behind(store, tmp_path, condition):
+def stop(count):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", [{"if_version": ""}, {"if_version": "other"}, {"progress": stop}])
+def test_an_object_that_is_refused_or_stopped_leaves_nothing_behind(store, tmp_path, how):
     put(store, tmp_path / "object", b"old")
-    with pytest.raises(errors.StoreError):
-        put(store, tmp_path / "object", b"new", **condition)
+    with pytest.raises(KeyboardInterrupt if "progress" in how else errors.StoreError):
+        put(store, tmp_path / "object", b"new", **how)
     assert files_below(tmp_path) == ["object"]
     assert (tmp_path / "object").read_bytes() == b"old"
-
-
-def test_a_stopped_object_leaves_nothing_behind(store, tmp_path):
-    def stop(count):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        put(store, tmp_path / "object", b"data", progress=stop)
-    assert files_below(tmp_path) == []
 
 
 @pytest.mark.parametrize("version", ["", None])

@@ -11,18 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import format_utils as stock
 
 import cloudckpt
-from cloudckpt import format_utils
-from cloudckpt.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    InvalidURIError,
-    MissingKeyError,
-    ShapeMismatchError,
-    UnsupportedTensorError,
-    UntrustedPickleError,
-)
+from cloudckpt import errors, format_utils
 from cloudckpt.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,
@@ -113,7 +102,7 @@ def test_a_file_is_not_replaced_against_the_users_will(place):
     careful = place.having(overwrite=False)
     cloudckpt.save({"t": numbered(5)}, checkpoint_id=place.at("ck").uri, config=careful.config)
     put(place, "model.pt", b"old")
-    with pytest.raises(CheckpointExistsError, match="overwrite is off"):
+    with pytest.raises(errors.CheckpointExistsError, match="overwrite is off"):
         dcp_to_torch_save(place.at("ck").uri, place.at("model.pt").uri, config=careful.config)
     assert place.read("model.pt") == b"old"
     dcp_to_torch_save(place.at("ck").uri, place.at("new.pt").uri, config=careful.config)
@@ -138,9 +127,9 @@ def test_a_wrong_location_is_told_and_nothing_is_written(local, convert, source,
 
     cloudckpt.save({"t": numbered(5)}, checkpoint_id=local.at("ck").uri, config=local.config)
     before = local.names()
-    with pytest.raises(InvalidURIError, match=words):
+    with pytest.raises(errors.InvalidURIError, match=words):
         convert(place(source), place(target), config=local.config)
-    with pytest.raises(CheckpointNotFoundError, match=r"\.metadata"):
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"\.metadata"):
         dcp_to_torch_save(local.at("nowhere").uri, local.at("m.pt").uri, config=local.config)
     assert local.names() == before
 
@@ -168,10 +157,10 @@ class Custom:
 def test_a_pickle_that_is_trusted_is_loaded(local):
     put(local, "model.pt", bytes_of_file({"t": numbered(5), "x": Custom(3)}))
     source, ck = local.at("model.pt").uri, local.at("ck").uri
-    with pytest.raises(UntrustedPickleError, match="trust_pickle=True"):
+    with pytest.raises(errors.UntrustedPickleError, match="trust_pickle=True"):
         torch_save_to_dcp(source, ck, config=local.config)
     torch_save_to_dcp(source, ck, config=local.config, trust_pickle=True)
-    with pytest.raises(UntrustedPickleError):
+    with pytest.raises(errors.UntrustedPickleError):
         dcp_to_torch_save(ck, local.at("b.pt").uri, config=local.config)
     dcp_to_torch_save(ck, local.at("b.pt").uri, config=local.config, trust_pickle=True)
     loaded = torch.load(io.BytesIO(local.read("b.pt")), weights_only=False)
@@ -180,12 +169,12 @@ def test_a_pickle_that_is_trusted_is_loaded(local):
 
 _GOOD = bytes_of_file({"t": numbered(300)})
 BROKEN = {
-    "empty": (b"", CheckpointCorruptError, "not written by torch.save"),
-    "text": (b"hello" * 100, CheckpointCorruptError, "not written by torch.save"),
-    "truncated": (_GOOD[:-30], CheckpointCorruptError, "truncated"),
-    "a few bytes": (_GOOD[:7], CheckpointCorruptError, "truncated"),
-    "missing": (None, CheckpointNotFoundError, "no file here"),
-    "no dict": (bytes_of_file(numbered(3)), CheckpointError, "of class Tensor"),
+    "empty": (b"", errors.CheckpointCorruptError, "not written by torch.save"),
+    "text": (b"hello" * 100, errors.CheckpointCorruptError, "not written by torch.save"),
+    "truncated": (_GOOD[:-30], errors.CheckpointCorruptError, "truncated"),
+    "a few bytes": (_GOOD[:7], errors.CheckpointCorruptError, "truncated"),
+    "missing": (None, errors.CheckpointNotFoundError, "no file here"),
+    "no dict": (bytes_of_file(numbered(3)), errors.CheckpointError, "of class Tensor"),
 }
 
 
@@ -250,13 +239,13 @@ def _freed() -> torch.Tensor:
 
 
 MISFITS = {
-    "another shape": (lambda: {"t": torch.zeros(3, 5)}, ShapeMismatchError),
-    "a missing key": (lambda: {"u": torch.zeros(4, 5)}, MissingKeyError),
-    "a tensor for a value": (lambda: {"v": torch.zeros(1)}, UnsupportedTensorError),
-    "freed": (lambda: {"t": _freed()}, UnsupportedTensorError),
-    "int": (lambda: {"t": torch.zeros(4, 5, dtype=torch.int64)}, UnsupportedTensorError),
-    "expanded": (lambda: {"t": torch.zeros(1, 5).expand(4, 5)}, UnsupportedTensorError),
-    "sparse": (lambda: {"t": torch.zeros(4, 5).to_sparse()}, UnsupportedTensorError),
+    "another shape": (lambda: {"t": torch.zeros(3, 5)}, errors.ShapeMismatchError),
+    "a missing key": (lambda: {"u": torch.zeros(4, 5)}, errors.MissingKeyError),
+    "a tensor for a value": (lambda: {"v": torch.zeros(1)}, errors.UnsupportedTensorError),
+    "freed": (lambda: {"t": _freed()}, errors.UnsupportedTensorError),
+    "int": (lambda: {"t": torch.zeros(4, 5, dtype=torch.int64)}, errors.UnsupportedTensorError),
+    "expanded": (lambda: {"t": torch.zeros(1, 5).expand(4, 5)}, errors.UnsupportedTensorError),
+    "sparse": (lambda: {"t": torch.zeros(4, 5).to_sparse()}, errors.UnsupportedTensorError),
 }
 
 
@@ -271,17 +260,17 @@ def _into(place: Place, kind: str = "") -> None:
 @pytest.mark.parametrize("kind", MISFITS)
 def test_what_does_not_fit_on_one_rank_is_told_on_every_rank(kind, local, ranks):
     put(local, "model.pt", bytes_of_file({"t": numbered(4, 5), "v": 3}))
-    errors = ranks.errors(2, _into, local.at("model.pt"), kind)
-    assert [type(error) for error in errors] == [MISFITS[kind][1]] * 2
-    assert all(local.uri in str(error) for error in errors)
-    assert {error.item for error in errors} == {*MISFITS[kind][0]()}
+    raised = ranks.errors(2, _into, local.at("model.pt"), kind)
+    assert [type(error) for error in raised] == [MISFITS[kind][1]] * 2
+    assert all(local.uri in str(error) for error in raised)
+    assert {error.item for error in raised} == {*MISFITS[kind][0]()}
 
 
 @pytest.mark.parametrize("kind", ["truncated", "text", "missing"])
 def test_an_unreadable_file_is_told_on_every_rank(kind, local, ranks):
     put(local, "model.pt", BROKEN[kind][0])
-    errors = ranks.errors(2, _into, local.at("model.pt"))
-    assert [type(one) for one in errors] == [BROKEN[kind][1]] * 2
+    raised = ranks.errors(2, _into, local.at("model.pt"))
+    assert [type(one) for one in raised] == [BROKEN[kind][1]] * 2
 
 
 def test_one_process_can_load_without_a_group(local):
@@ -301,7 +290,7 @@ def test_a_value_that_holds_tensors_is_not_loaded_as_one(local):
     put(local, "model.pt", bytes_of_file({"a": (numbered(5),)}))
     reader = BroadcastingTorchSaveReader(local.at("model.pt").uri, config=local.config)
     state = {"a": (torch.zeros(5),)}
-    with pytest.raises(UnsupportedTensorError) as caught:
+    with pytest.raises(errors.UnsupportedTensorError) as caught:
         cloudckpt.load(state, storage_reader=reader, planner=DynamicMetaLoadPlanner())
     assert caught.value.item == "a"
 

@@ -1,6 +1,7 @@
 """Ranges of many objects reach their tensors, verified, whatever the store does to requests."""
 
 import dataclasses
+import itertools
 import logging
 import resource
 import threading
@@ -245,12 +246,7 @@ def test_damaged_bytes_are_not_delivered_to_a_tensor_that_takes_a_detour():
 @pytest.mark.parametrize(
     ("change", "block"),
     [
-        ("gone", 0),
-        ("gone", BLOCK),
-        ("shorter", 0),
-        ("shorter", BLOCK),
-        ("longer", 0),
-        ("longer", BLOCK),
+        *itertools.product(["gone", "shorter", "longer"], [0, BLOCK]),
         ("replaced", BLOCK),  # of the same size and without checksums, nothing tells them apart
     ],
 )
