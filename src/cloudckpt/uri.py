@@ -356,10 +356,11 @@ def _absolute(path: str) -> str:
 
 
 def text_of(location: object) -> str | None:
-    """Returns the text of a location; None if it is not a string, path, or object shown as a URI.
+    """Returns the text of a location; None if it is none of those described here.
 
-    If ``str()`` of a path object is a URI, that is returned: the file-system path of other
-    libraries' objects may be that of a local copy, where a checkpoint would never be looked for.
+    It may be a string; any object whose ``str()`` is a URI, which is then returned, as the file
+    system path of another library's path object may be that of a local copy; or any other path
+    object whose file system path is a string, not bytes.
     """
     if isinstance(location, str):
         return str.__str__(location)  # the value of a member of a string enum

@@ -73,8 +73,8 @@ class Waiting:
     def failed(self, why: object, *, left: float, pause: float) -> None:
         """Notes a failed try, and logs it if the operation has taken ``FIRST_LINE`` seconds.
 
-        If the pause is that long itself, the failure is logged before it. No line is logged soon
-        after another one (``LONGEST_SILENCE``).
+        It is logged in any case if the pause before the next try is that long: nothing can be
+        logged during it. No line is logged soon after another one (``LONGEST_SILENCE``).
 
         Args:
             why: The error, or a text.

@@ -7,7 +7,7 @@ The steps of a save:
 2. Each rank uploads its objects, whose names have a random part. Two attempts never write to the
    same key, nothing is renamed, and nothing is deleted yet.
 3. The coordinator gathers from all ranks what they have written, which must be everything that the
-   metadata promise (:mod:`cloudckpt.checkpoint.manifest`). :func:`publish` checks that its store
+   metadata promises (:mod:`cloudckpt.checkpoint.manifest`). :func:`publish` checks that its store
    has the other ranks' objects as they wrote them, and tests whether the store honours conditions
    if this is unknown. From the commit object that existed when the save began, it reads the names
    of the objects that the commit makes obsolete.
@@ -25,7 +25,7 @@ replacement:
 - *A lists what it replaces, B commits, A deletes B's objects.* A deletes only after its own commit,
   and the condition guarantees that this commit replaced exactly what A had listed.
 - *A dies.* Before its commit nothing is visible, and the earlier checkpoint is intact. After it the
-  new checkpoint is intact, and objects of the old one that no metadata name may remain.
+  new checkpoint is intact, and objects of the old one may remain that no metadata names.
 - *The store carries out A's commit, and the answer is lost.* The retry is refused, because A itself
   has changed the version. So a try counts as failed only if the store itself says so
   (``StoreError.certain``). Each commit has a random name, which the store keeps in the metadata of
@@ -34,7 +34,7 @@ replacement:
 - *A gateway answers 503, and A's commit is carried out seconds later.* Even if no commit object
   exists yet, this can't be excluded: it raises :class:`CommitUnknownError`, and nothing that the
   checkpoint would need is deleted.
-- *A reader has the old metadata when step 5 deletes their objects.* It sees that the metadata were
+- *A reader has the old metadata when step 5 deletes its objects.* It sees that the metadata was
   replaced and starts again (``transfer.retry.retry_if_replaced``); it never mistakes this for
   damage.
 """

@@ -131,7 +131,7 @@ class CommitObject:
 
     @property
     def structure(self) -> Structure:
-        """What torch's metadata lack: keys that are not strings, and empty dicts.
+        """What torch's metadata lacks: keys that are not strings, and empty dicts.
 
         It is empty if another library saved the checkpoint.
         """
@@ -147,7 +147,7 @@ class CommitObject:
             trust_pickle: Whether another writer's pickle may run any code.
 
         Raises:
-            UntrustedPickleError: If another writer's metadata name code that is not on the
+            UntrustedPickleError: If another writer's metadata names code that is not on the
                 allow-list.
             CheckpointCorruptError: If the bytes are damaged, or not metadata.
         """
@@ -245,7 +245,7 @@ def read_commit(
 
     Raises:
         ObjectNotFoundError: If the commit object does not exist.
-        UntrustedPickleError: If another writer's metadata name code that is not on the allow-list.
+        UntrustedPickleError: If another writer's metadata names code that is not on the allow-list.
         CheckpointCorruptError: If the commit object is damaged.
         CheckpointReplacedError: If it was replaced or deleted while it was read.
         StoreError: If the store refuses or stays unreachable.

@@ -30,7 +30,7 @@ def table_of_metadata(metadata: Metadata) -> Table:
     """Converts torch's metadata to a :class:`Table`, without the locations of items in objects.
 
     Raises:
-        NotInColumnsError: If the metadata contain other classes than torch's, or invalid numbers.
+        NotInColumnsError: If the metadata contains other classes than torch's, or invalid numbers.
     """
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     if type(metadata) is not Metadata or vars(metadata).keys() - known:
@@ -77,7 +77,7 @@ def _form(name: str, entry: TensorStorageMetadata) -> Form:
     """Returns the form of a tensor, after checking its metadata.
 
     Raises:
-        NotInColumnsError: If the metadata have other classes than torch's, or if a chunk does not
+        NotInColumnsError: If the metadata has other classes than torch's, or if a chunk does not
             have as many dimensions as the tensor.
     """
     properties, chunks, dims = entry.properties, entry.chunks, len(entry.size)

@@ -71,7 +71,7 @@ class Planned:
         Raises:
             IncompleteSaveError: If no rank writes an item that the metadata promise, or a rank
                 writes an item that they do not list.
-            UnsupportedValueError: If the metadata have classes that torch's planners do not make,
+            UnsupportedValueError: If the metadata has classes that torch's planners do not make,
                 or invalid numbers.
         """
         try:

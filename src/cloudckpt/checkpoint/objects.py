@@ -157,7 +157,7 @@ def checked(name: object, uri: str) -> str:
     Names come from the bucket; an object elsewhere must not be read, much less deleted.
 
     Args:
-        name: The name, as the metadata have it.
+        name: The name, as the metadata has it.
         uri: The checkpoint or its commit object, for messages.
 
     Raises:

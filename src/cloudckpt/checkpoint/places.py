@@ -38,7 +38,7 @@ class ItemPlace:
     """The byte range of an item, and the tensor in it.
 
     Attributes:
-        whole: All bytes of the item.
+        whole: The range of all bytes of the item in its object.
         tensor: The plain tensor in it; None if only ``torch.load`` can read the item.
         transforms: The stream transforms (compression) that torch's writer applied to it.
     """
@@ -50,11 +50,11 @@ class ItemPlace:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An item as the metadata describe it.
+    """An item as the metadata describes it.
 
     Attributes:
         name: The name of the object that holds the item.
-        whole: All bytes of the item.
+        whole: The range of all bytes of the item in its object.
         shape: The shape of its chunk; empty for scalars, for values that are not tensors, and if
             the checkpoint has no indexes.
         transforms: The stream transforms that were applied to it.
@@ -227,11 +227,11 @@ class Places:
 
         Args:
             indices: The items.
-            damaged: Called with the error of each item for which another writer's metadata have no
+            damaged: Called with the error of each item for which another writer's metadata has no
                 location; it is left out.
 
         Raises:
-            CheckpointCorruptError: If cloudckpt's metadata have no location for an item; or if
+            CheckpointCorruptError: If cloudckpt's metadata has no location for an item; or if
                 ``damaged`` raises it.
         """
         located: list[_Item] = []
@@ -259,7 +259,7 @@ class Places:
         """Returns the description of one item in torch's metadata.
 
         Raises:
-            CheckpointCorruptError: If the metadata have no location for the item.
+            CheckpointCorruptError: If the metadata has no location for the item.
         """
         metadata = None if self._commit is None else self._commit.metadata
         places = None if metadata is None else metadata.storage_data

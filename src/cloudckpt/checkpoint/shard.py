@@ -208,8 +208,9 @@ class Sender(Protocol):
             store: The destination's store.
             layout: The items.
             stats: Counts the bytes sent.
-            pending: What to leave in the store if this trainer ends early, still without the
-                items' locations; None to leave nothing.
+            pending: A template of the record that is left in the store if this trainer ends before
+                the commit. It has no locations of items: the sender adds them, by
+                :meth:`Layout.pending`. None to leave nothing.
         """
 
 

@@ -153,7 +153,7 @@ def forget_plans(planner: SavePlanner) -> None:
 
     If a save fails while it plans, torch 2.9, for example, may have kept a rank's local plan, but
     not its final one. The next save would use the final plan of an earlier state as its own, and
-    send other bytes than its metadata describe.
+    send other bytes than its metadata describes.
     """
     key = getattr(planner, "_cached_plans_key", None)
     for name, kept in vars(SavePlanner).items():

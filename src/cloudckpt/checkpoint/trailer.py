@@ -34,7 +34,7 @@ __all__ = [
 
 _MAGIC = b"cloudckpt-metadata\0\1"  # its last byte is the version
 _TRAILER = struct.Struct(f"<QIQIQI{len(_MAGIC)}s")
-_END = b"b."  # the last bytes of a pickled object with attributes, as torch's metadata are
+_END = b"b."  # the last bytes of a pickled object with attributes, as torch's metadata is
 
 MOST_NOTES = 64 * 1024
 """Maximum bytes of notes: they and the trailer are read by one request."""

@@ -1,14 +1,16 @@
 """Detects ranks that have different values under one name, of which only one copy is saved.
 
-Without this check, values that differ between ranks, such as states of random generators, or
-experts that each rank counts from 0, would be lost silently, all but one. So each rank reports one
-number of 64 bits for all its copies, written or not, and these numbers add up to zero (modulo
-2**64) if all copies are the same: for each set of ranks that have the same items there is a random
-weight for each rank, with a sum of zero, and a rank multiplies it by its digest of these items.
-Only if the sum is not zero do the ranks report a digest of each copy.
+Without this check, all but one of these values would be lost silently: the states of the ranks'
+random generators, for example, or different experts that each rank counts from 0.
 
-If the planner is custom, or torch's own save calls the writer, each rank reports a digest of each
-item with what it has written instead.
+Each rank reports one number of 64 bits for all items that other ranks have as well, whether it
+writes them or not. For each set of ranks that share items, each rank of the set is given a random
+weight; the weights of a set add up to zero. The number is the sum, over the sets of the rank, of
+its weight times its digest of the set's items, modulo 2**64. If all copies are the same, the
+numbers of all ranks add up to zero. Only if they do not, each rank reports a digest of each copy.
+
+If the planner is custom, or torch's own save calls the writer, there are no such weights: each rank
+then reports a digest of each of its items, together with what it has written.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             UnsupportedTensorError: If ``strict``, and a tensor's element type is of a lesser kind
                 than the saved type (see :func:`check_types`); or if a tensor has a partial
                 placement or declares invalid shards.
-            CheckpointError: If the metadata have classes or values that torch's do not have.
-            CheckpointCorruptError: If the metadata lack a part of a tensor.
+            CheckpointError: If the metadata has classes or values that torch's does not have.
+            CheckpointCorruptError: If the metadata lacks a part of a tensor.
         """
         assert self.metadata is not None
         table = table_of(self.metadata, self._uri)
@@ -447,7 +447,7 @@ def table_of(metadata: Metadata, uri: str) -> Table:
     """Returns the table of a checkpoint's metadata; makes one if another package wrote them.
 
     Raises:
-        CheckpointError: If the metadata have classes or values that torch's do not have.
+        CheckpointError: If the metadata has classes or values that torch's does not have.
     """
     if (table := table_behind(metadata)) is not None:
         return table
@@ -477,7 +477,7 @@ def plan_reads(state_dict: Mapping[str, Any], table: Table, uri: str) -> tuple[L
     Raises:
         ValueError: If a name is a tensor in the checkpoint, but not in the state dict.
         UnsupportedTensorError: If a tensor has a partial placement.
-        CheckpointCorruptError: If the metadata lack a part of a tensor; torch would load the other
+        CheckpointCorruptError: If the metadata lacks a part of a tensor; torch would load the other
             parts without an error.
     """
     items: list[ReadItem] = []

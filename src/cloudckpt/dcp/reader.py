@@ -158,9 +158,9 @@ class CloudStorageReader(OurReader):
 
     @property
     def structure(self) -> Structure:
-        """The original keys and empty dicts of the saved state dict, which torch's metadata lack.
+        """The original keys and empty dicts of the saved state dict, which torch's metadata lacks.
 
-        Empty until the metadata are read.
+        Empty until the metadata is read.
         """
         return self._commit.structure if self._commit is not None else Structure()
 
@@ -171,7 +171,7 @@ class CloudStorageReader(OurReader):
 
     @property
     def has_checksums(self) -> bool:
-        """Whether the checkpoint has checksums to verify; False until its metadata are read."""
+        """Whether the checkpoint has checksums to verify; False until its metadata is read."""
         return self._commit is not None and self._commit.record is not None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -205,7 +205,7 @@ class CloudStorageReader(OurReader):
             CheckpointNotFoundError: If the store says that no committed checkpoint exists.
             CheckpointError: If torch has saved there with each rank on its own, or an unexpected
                 error prevents reading the metadata.
-            UntrustedPickleError: If the metadata name code that is not on the allow-list.
+            UntrustedPickleError: If the metadata names code that is not on the allow-list.
             CheckpointCorruptError: If the commit object is damaged.
             CheckpointReplacedError: If the checkpoint was replaced during each of several attempts
                 to read its metadata.
@@ -302,9 +302,9 @@ class CloudStorageReader(OurReader):
             packed: The result of :meth:`packed` on that rank.
 
         Raises:
-            UntrustedPickleError: If another writer's metadata name code that is not on the
+            UntrustedPickleError: If another writer's metadata names code that is not on the
                 allow-list.
-            CheckpointCorruptError: If the metadata are damaged.
+            CheckpointCorruptError: If the metadata is damaged.
             ConfigError: If ``key_mapping`` was given, and the location has a checkpoint.
         """
         if not isinstance(packed, (bytes, bytearray, memoryview)):
@@ -357,7 +357,7 @@ class CloudStorageReader(OurReader):
         """Returns the locations of the items of ``metadata``, which this reader has read.
 
         Raises:
-            CheckpointCorruptError: If the metadata have no locations.
+            CheckpointCorruptError: If the metadata has no locations.
         """
         if self._model is not None:
             return self._model.places
@@ -469,7 +469,7 @@ class CloudStorageReader(OurReader):
 def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Metadata:
     """Returns the metadata of another rank's committed save; they are read on first access.
 
-    Most callers drop the result of ``save``, so the metadata are not sent to all ranks. On first
+    Most callers drop the result of ``save``, so the metadata is not sent to all ranks. On first
     access, its mappings raise CheckpointReplacedError if another save has replaced the checkpoint,
     or any error of reading metadata.
 

@@ -71,12 +71,15 @@ class StagingPool(MemoryPool):
             )
 
     def _side_stream(self, device: torch.device) -> torch.Stream | None:
-        """Returns the stream on which an accelerator copies while it computes; None for the CPU."""
+        """Returns a stream for copies from an accelerator; None for the CPU.
+
+        Copies on it wait for the kernels that were launched before this call on the current stream
+        of the device, but not for later ones.
+        """
         if device.type == "cpu":
             return None
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
-        # waits for the kernels that compute the tensor
         stream.wait_stream(torch.accelerator.current_stream(device))
         return stream

@@ -358,10 +358,11 @@ def clear_away(store: ObjectStore, keys: Sequence[str], policy: RetryPolicy) -> 
 
 
 def only_if_new(store: ObjectStore, config: Config) -> str | None:
-    """Returns the ``if_version`` for writes to random keys: "" (no such object yet), or None.
+    """Returns the ``if_version`` argument for writing an object at a random key.
 
-    "" keeps a repeated request from creating a second, billed version; None, without a condition,
-    if the store does not document that (``create_only``) or the user has turned conditions off.
+    It is "", the condition that no object exists at the key, so that a repeated request creates no
+    second version, which would be billed. It is None (no condition) if the store does not document
+    that it honours this one (``create_only``), or if the user has turned conditions off.
     """
     return "" if store.capabilities.create_only and config.conditional_writes != "off" else None
 
