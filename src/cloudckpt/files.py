@@ -129,8 +129,8 @@ def save_file(
         if not must_be_new or if_absent or not error.certain:
             raise
         raise CheckpointExistsError(
-            "a file already exists here and overwrite is off: delete it, or write to another "
-            "location",
+            "a file already exists here and overwrite is off: choose another location, or set "
+            "Config(overwrite=True) to replace it",
             uri=str(location),
             cause=error,
         ) from error

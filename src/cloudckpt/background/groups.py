@@ -76,8 +76,8 @@ def open_group(
     group = parent if parent is not None else world
     if world is None or not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
-            "this rank is not in the process group given for saving: call this on the ranks of "
-            "the group only"
+            "this rank is not in the process group given for saving: make this call only on ranks "
+            "of that group"
         )
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     with _lock:

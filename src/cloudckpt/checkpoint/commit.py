@@ -278,9 +278,8 @@ def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
         logger.warning(
             "%s: the objects of this deleted or replaced checkpoint are not deleted, as its "
             "metadata is unreadable; run cloudckpt sweep to delete them (cause: %s)",
-            uri,
-            error,
-        )
+            uri, error,
+        )  # fmt: skip
         return None
 
 
@@ -315,9 +314,8 @@ def no_longer_needed(
         logger.warning(
             "%s: the objects of this deleted or replaced checkpoint are not deleted, as it is "
             "unknown which other checkpoints need them; cloudckpt sweep deletes them (cause: %s)",
-            uri,
-            error,
-        )
+            uri, error,
+        )  # fmt: skip
         return ()
     return sorted({uri.key(name) for name in names} - set(needed))
 

@@ -224,10 +224,11 @@ class CommitObject:
         data = {name for name in named if "/" not in name and not name.endswith(METADATA)}
         if data != named:
             logger.warning(
-                "%s: the metadata names objects that can't be data of this checkpoint; these are "
-                "not deleted: delete them yourself if nothing else needs them",
-                uri,
-            )
+                "%s: the metadata, which another library wrote, names %d objects that may belong "
+                "to other checkpoints, such as %s; they are not deleted. When this checkpoint is "
+                "no longer needed, delete those that no other one uses",
+                uri, len(named - data), min(named - data),
+            )  # fmt: skip
         return data
 
 

@@ -113,7 +113,8 @@ def unsealed(data: bytes | bytearray, uri: str) -> bytes:
     line, seal = bytes(data[:-9]), data[-9:]
     if len(data) < 10 or seal != f"{CRC32C.of(line):08x}\n".encode():
         raise CheckpointCorruptError(
-            "the manifest or record does not match its checksum: restore it, or load an older "
+            "the list of a checkpoint's files (manifest), or the entry of one file (record), does "
+            "not match its checksum: restore the original object from a backup, or load an older "
             "checkpoint",
             uri=uri,
         )

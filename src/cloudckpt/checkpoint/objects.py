@@ -431,8 +431,8 @@ def _listed(
         raise
     except StoreError as error:
         logger.warning(
-            "the objects can't be listed, so %d of them are checked one by one: %s",
-            len(objects),
-            error,
-        )
+            "%s: the store refuses to list this folder, so each of %d objects in it is checked by "
+            "a request of its own, which is slower: %s",
+            store.uri(start), len(objects), error,
+        )  # fmt: skip
         return set()

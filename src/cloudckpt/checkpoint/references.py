@@ -411,9 +411,9 @@ def _owner_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
         return None
     except (ObjectTooLargeError, ValueError, LookupError, TypeError, RecursionError) as error:
         logger.warning(
-            "%s can't be read; the objects that this mark may protect are not deleted (cloudckpt "
-            "sweep deletes them later): %s",
-            store.uri(key),
-            error,
-        )
+            "%s, which records that a checkpoint uses data of this folder, can't be read, so such "
+            "data is not deleted now. To delete what nothing needs, run cloudckpt sweep on the run "
+            "a day later: %s",
+            store.uri(key), error,
+        )  # fmt: skip
     return ""

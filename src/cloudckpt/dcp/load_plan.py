@@ -183,9 +183,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self.converted.update((name, f"{saved} to {now}") for name, (saved, now) in types.items())
         if replaced and logs:
             logger.warning(
-                "%s: %d tensors of the state dict are not tensors in the checkpoint, such as %s. "
-                "The loaded values replace them in the state dict; the tensors themselves are not "
-                "changed, so pass the loaded state dict to load_state_dict",
+                "%s: for %d of the tensors in the state dict, such as %s, the checkpoint has "
+                "values that are no tensors. They replace the tensors in the dict; the tensors "
+                "themselves are not changed, so pass the loaded state dict to load_state_dict",
                 self._uri,
                 len(replaced),
                 replaced[0],

@@ -472,7 +472,8 @@ class CloudStorageWriter(OurWriter):
         if self._baseline is None:
             raise IncompleteSaveError(
                 "this writer has no save to finish as the coordinator: none was begun, or it is "
-                "already finished. Call set_up_storage_writer(is_coordinator=True) before each one",
+                "already finished. Call set_up_storage_writer(is_coordinator=True) before each "
+                "save",
                 uri=uri,
             )
         baseline = self._baseline.answer()
@@ -546,9 +547,8 @@ class CloudStorageWriter(OurWriter):
                 logger.warning(
                     "%s: it is unknown whether this save is committed, because its commit object "
                     "could not be read: run cloudckpt inspect on this location (cause: %s)",
-                    self.uri,
-                    error,
-                )
+                    self.uri, error,
+                )  # fmt: skip
             else:
                 if not names.isdisjoint(self._written):
                     self.committed = True
