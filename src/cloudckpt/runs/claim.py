@@ -106,8 +106,9 @@ def copy_claim(origin: Run, goal: Run) -> None:
         _put_claim(goal, {**ours.document, "copied": True}, theirs)
     except (AccessDeniedError, CheckpointConflictError) as error:
         logger.warning(
-            "%s: the claim of the copied run is not written here, so the copied steps, or those "
-            "that jobs have saved since an earlier copy, count as abandoned: %s",
+            "%s: the list of the copied run's jobs can't be written here, so restore() skips the "
+            "copied steps of jobs that the list here lacks (they count as abandoned). Copy the run "
+            "to an empty folder that you may write to: %s",
             goal.root,
             error,
         )

@@ -144,10 +144,10 @@ def _notes_of(run: Run, step: int) -> Notes:
     except CheckpointNotFoundError as error:
         history = run.history()
         committed = ", ".join(map(str, history.line)) or "none"
-        abandoned = ", ".join(map(str, history.abandoned))
+        abandoned = ", ".join(map(str, history.abandoned)) or "none"
         raise CheckpointNotFoundError(
-            f"step {step} has no committed checkpoint: choose another. Committed steps: {committed}"
-            + (f"; abandoned steps: {abandoned}" if abandoned else ""),
+            f"step {step} has no committed checkpoint: check the number and the location. "
+            f"Committed steps: {committed}; abandoned steps: {abandoned}",
             uri=str(run.uri(step)),
         ) from error
 

@@ -307,7 +307,8 @@ class LocalStore(ObjectStore):
         with self._errors(key), contextlib.suppress(*GONE), held:
             if if_version is not None and self._version(key) not in (None, if_version):
                 raise PreconditionFailedError(
-                    "another writer has replaced the file, so it was not deleted",
+                    "another writer has replaced the file, so it was not deleted; check the new "
+                    "file, and delete it if it is unneeded",
                     uri=self.uri(key),
                     certain=True,
                 )
@@ -368,9 +369,8 @@ class LocalStore(ObjectStore):
                 if not is_published:
                     raise
                 raise CommitUnknownError(
-                    "the file was moved to its name, but the file system could not confirm "
-                    "that it is stored permanently; check whether it exists and is complete "
-                    "before you go on",
+                    "the file was moved to its name, but a crash of the machine may still lose it: "
+                    "check whether it exists and is complete before you go on",
                     uri=self.uri(key),
                     cause=exc,
                 ) from exc
@@ -420,7 +420,7 @@ class LocalStore(ObjectStore):
                     return
                 if isinstance(exc, FileExistsError):
                     raise PreconditionFailedError(
-                        "the file exists already, so it was not replaced",
+                        "the file exists already, so it was not replaced; choose another location",
                         uri=self.uri(key),
                         certain=True,
                     ) from exc

@@ -392,8 +392,8 @@ class RestStore(ObjectStore):
             if not if_version:
                 raise
             raise PreconditionFailedError(
-                "another writer has deleted the object that should be replaced; to create it "
-                "again, write without if_version=",
+                "another writer has deleted the object that was to be replaced, so nothing was "
+                "written; check what deletes objects here, then write again",
                 uri=self.uri(key),
                 cause=error,
                 certain=error.certain,
@@ -488,7 +488,8 @@ class RestStore(ObjectStore):
                 return
             if found.version != if_version:
                 raise PreconditionFailedError(
-                    "another writer has replaced the object, so it was not deleted",
+                    "another writer has replaced the object, so it was not deleted; check the new "
+                    "object, and delete it if it is unneeded",
                     uri=self.uri(key),
                     certain=True,
                 )

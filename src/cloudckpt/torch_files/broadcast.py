@@ -172,8 +172,9 @@ class BroadcastingTorchSaveReader(OurReader):
         script = _Script({}, {}, world, reader)
         if missing := [fqn for fqn in types if fqn not in self._content]:
             raise MissingKeyError(
-                f"keys of the state dict are not in the file ({len(missing)}, such as "
-                f"{missing[:5]}): remove them. The file has {list(self._content)[:5]}…",
+                f"the file lacks {len(missing)} of the state dict's keys, such as {missing[:5]}: "
+                "remove them from the state dict, or rename them to names of the file, such as "
+                f"{list(self._content)[:5]}",
                 uri=self.checkpoint_id,
                 item=missing[0],
             )

@@ -57,8 +57,7 @@ def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, 
     if PurePosixPath(key).suffix.lower() in _OTHER_FORMATS:
         raise InvalidURIError(
             f"{uri} has the suffix of another format, but this writes the format of torch.save: "
-            f"name it {PurePosixPath(key).stem}.pt, or write the other format with its own "
-            "library"
+            f"name it {PurePosixPath(key).stem}.pt, or use the other format's own library"
         )
     if uri.scheme == "file" and os.path.isdir(key):
         raise InvalidURIError(f"{uri} is a folder: write for example {uri.join('model.pt')}")
@@ -66,7 +65,8 @@ def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, 
         with contextlib.suppress(ObjectNotFoundError):
             Retrier(config.retry).call(lambda: store.head(key))
             raise CheckpointExistsError(
-                "a file already exists here and overwrite is off: delete it, or use another name",
+                "a file already exists here and overwrite is off: delete it, use another name, or "
+                "set Config(overwrite=True)",
                 uri=str(uri),
             )
     return store, key
@@ -153,8 +153,7 @@ def load_torch_file(
         file = ObjectFile(store, key, config, stats)
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
-            "there is no file here: check the location (to read a folder with a DCP "
-            "checkpoint, use cloudckpt.load or dcp_to_torch_save)",
+            "there is no file here: check the location (cloudckpt.load reads folders)",
             uri=str(uri),
         ) from error
     if not file.read(len(_BEGINNINGS[1])).startswith(_BEGINNINGS):

@@ -288,7 +288,7 @@ class FileFolders(VisibleFiles):
             CheckpointCorruptError: If an object is missing or has another size.
         """
         listed = self._store.list(inside(target), self._retrier.call)
-        there = {(info.key, info.size) for info in listed}
+        sizes = {info.key: info.size for info in listed}
         for name, file in files.items():
             uri = self._store.uri(file.key)
             if not file.key.startswith(inside(target)):
@@ -297,10 +297,12 @@ class FileFolders(VisibleFiles):
                     "the writer's temp_dir_prefix to CloudStorageConfig",
                     uri=uri,
                 )
-            if (file.key, file.size) not in there:
+            if (size := sizes.get(file.key)) != file.size:
                 raise CheckpointCorruptError(
-                    f"the object of {name} ({file.size} bytes) was written, but is not in the "
-                    "store; nothing was committed. Compare the store's options on all ranks",
+                    f"the object of {name} was written with {file.size} bytes, but now "
+                    f"{'is not in the store' if size is None else f'has {size} bytes'}; nothing "
+                    "was committed. Give all ranks the same store options, and save again to a "
+                    "folder where nothing else writes or deletes",
                     uri=uri,
                 )
 

@@ -128,9 +128,7 @@ def read_manifest(data: bytes | bytearray, folder: str, uri: str) -> dict[str, S
     """
     files = _opened(data, "cloudckpt files", uri).get("files")
     if not isinstance(files, dict):
-        raise CheckpointCorruptError(
-            "the manifest lists no files: restore it, or load an older checkpoint", uri=uri
-        )
+        raise _invalid("this object lists no saved files", uri)
     below = inside(folder)
     return {checked(name, uri): _file(below, described, uri) for name, described in files.items()}
 
@@ -159,19 +157,22 @@ def _opened(data: bytes | bytearray, expected: str, uri: str) -> dict[str, Any]:
             raise ValueError(f"the format is not {expected!r}")
         version = content["version"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(
-            "this is not a manifest or record of cloudckpt: restore it, or load an older "
-            "checkpoint",
-            uri=uri,
-            cause=error,
-        ) from error
+        raise _invalid("cloudckpt did not write this object", uri, error) from error
     if version != 1:
         raise CheckpointCorruptError(
-            f"the manifest or record has version {version!r}, which this cloudckpt can't read: "
-            "install a newer version of cloudckpt",
+            f"this description of saved files has version {version!r}, which this cloudckpt can't "
+            "read: install a newer version of cloudckpt",
             uri=uri,
         )
     return dict(content)
+
+
+def _invalid(what: str, uri: str, cause: Exception | None = None) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{what}: restore the original object from a backup, or load an older checkpoint",
+        uri=uri,
+        cause=cause,
+    )
 
 
 def _file(below: str, described: Any, uri: str) -> StoredFile:
@@ -189,10 +190,5 @@ def _file(below: str, described: Any, uri: str) -> StoredFile:
             raise ValueError("the checksum of the file does not match those of its blocks")
         name = described["object"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointCorruptError(
-            "the description of a file in the manifest or record is invalid: restore the manifest, "
-            "or load an older checkpoint",
-            uri=uri,
-            cause=error,
-        ) from error
+        raise _invalid("this object describes a saved file incorrectly", uri, error) from error
     return StoredFile(key=below + checked(name, uri), size=size, blocks=blocks)

@@ -177,9 +177,9 @@ class AzureStore(RestStore):
                 status = reply.headers.get("x-ms-copy-status")
                 if "x-ms-requires-sync" in headers and status != "success":  # not of a block
                     raise ServerError(
-                        "the store responded before it had copied the blob (status "
-                        f"{excerpt(str(status))}), so it is unknown whether the copy will be "
-                        "complete; copy again"
+                        "the store responded before it had copied the blob (its "
+                        f"x-ms-copy-status: {excerpt(status or 'missing')}), so it is unknown "
+                        "whether the copy will be complete; copy again"
                     )
                 spelled = reply.headers.get("x-ms-content-crc64")  # base64, little-endian
                 crc = int.from_bytes(base64.b64decode(spelled), "little") if spelled else None

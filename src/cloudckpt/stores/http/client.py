@@ -257,8 +257,10 @@ class Reply:
             cause = exc
         if cause is None and self._raw.isclosed() and not self._raw.length:
             return bytes(data), None
-        why = f"{'the connection broke' if cause else 'the response ended'} after {len(data)} bytes"
-        error = ConnectionLostError(f"{why}; check the network", cause=cause)
+        why = f"the response broke off after {len(data)} bytes; check the network"
+        if cause is None and len(data) >= limit:
+            why = f"the response is longer than {limit} bytes; check the endpoint and the proxy"
+        error = ConnectionLostError(why, cause=cause)
         error.__cause__ = cause
         return bytes(data), error
 
@@ -364,12 +366,8 @@ class HttpClient:
             except StoppedError as stopped:
                 raise stopped.error from None
             except (urllib3.exceptions.LocationValueError, http.client.InvalidURL, UnicodeError):
-                raise_without_context(
-                    InvalidRequestError(
-                        f"the URL of the {method} request is not valid: check the endpoint",
-                        certain=True,
-                    )
-                )
+                why = f"the URL of the {method} request is not valid: check the endpoint"
+                raise_without_context(InvalidRequestError(why, certain=True))
             except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as exc:
                 # the error has the text of its cause; the frames of urllib3 say nothing to users
                 raise failure(exc, method, url, self._options.ca_bundle) from None

@@ -72,9 +72,10 @@ def lasting_tls_failure(
     chain = list(causes(error))
     if (unread := _unread_file(chain)) is not None:
         return TLSError(
-            f"the certificates of the authorities{f' in {bundle}' if bundle else ''} can't be "
-            f"read, so {host} can't be verified; correct AWS_CA_BUNDLE (s3://, "
-            "hf://) or REQUESTS_CA_BUNDLE, which name their file, or unset the variable",
+            f"the CA certificates{f' in {bundle}' if bundle else ''} can't be read, so the "
+            f"certificate of {host} can't be verified: correct the file, or the setting that names "
+            "it (s3://, hf://: AWS_CA_BUNDLE, or ca_bundle of the AWS profile; gs://, az://: "
+            "CURL_CA_BUNDLE; all: REQUESTS_CA_BUNDLE)",
             cause=unread,
             certain=True,
         )
