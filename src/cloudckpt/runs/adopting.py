@@ -284,7 +284,7 @@ class Adoption:
             if stored.folder:  # an object of another checkpoint may have any age
                 return
             if (written := ages.get(self._uri.key(stored.name))) is None or written <= young:
-                raise self._incomplete("its data is over half a day old: a sweep may delete it soon")
+                raise self._incomplete("its data is 12 hours old: a sweep may delete it soon")
 
         view.each(check, objects)
 
