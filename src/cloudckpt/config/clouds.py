@@ -17,8 +17,9 @@ _ANONYMOUS = "send no credentials: for buckets that everybody may read"
 class S3Options(Options):
     """Options specific to S3 and the stores that speak its protocol.
 
-    Credentials come from boto3's own chain, or from its ``profile``; with ``anonymous``, none are
-    sent.
+    boto3 finds the credentials, in ``profile`` if that is given; with ``anonymous``, none are sent.
+    ``anonymous`` excludes ``profile`` and ``requester_pays``; ``kms_key_id`` needs an ``sse`` of
+    ``aws:kms`` or ``aws:kms:dsse``.
     """
 
     variables: ClassVar[str] = "CLOUDCKPT_S3_"

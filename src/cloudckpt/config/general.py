@@ -72,7 +72,7 @@ class RetryPolicy(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class BackgroundOptions(Options):
-    """How asynchronous saves are staged, ordered and sent."""
+    """Options for how asynchronous saves are staged, ordered and sent."""
 
     variables: ClassVar[str] = "CLOUDCKPT_ASYNC_"
 

@@ -12,7 +12,7 @@ step: by one write of ``.metadata``, on the condition that the object does not e
 - *A process is still sending*: it rewrites its record every two seconds, and this job waits as long
   as records change, up to a limit.
 - *A record is missing, damaged or of another save, or an object differs from its record*: the step
-  is not committed, and its data is swept a day later.
+  is not committed. Its data can be swept a day later (:mod:`cloudckpt.runs.sweeping`).
 - *The data is about to be swept*: data older than half the age of leftovers is no longer adopted,
   and the commit is sent within the other half, or not at all.
 """
@@ -74,7 +74,8 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
 
     Args:
         uri: The location of the checkpoint.
-        wait: Maximum seconds to wait for saving processes that are still sending.
+        wait: Maximum seconds to wait for saving processes that are still sending. With 0, the
+            checkpoint is committed only if all data was sent already.
         config: Options.
 
     Raises:
@@ -131,7 +132,8 @@ class Adoption:
             until: When to stop waiting, by :func:`time.monotonic`.
 
         Raises:
-            IncompleteSaveError: If the step can't be committed; also if it was committed before.
+            IncompleteSaveError: If the step can't be committed; also if it was committed before,
+                and its records are deleted.
             StoreError: If the store refuses or stays unreachable.
             CommitUnknownError: If the store does not say whether the commit took place.
         """

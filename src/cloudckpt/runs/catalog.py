@@ -245,14 +245,14 @@ class Run:
     def walk(
         self, steps: Sequence[int] | None = None, adopt: Callable[[int], None] | None = None
     ) -> Iterator[tuple[int, Notes | CloudCheckpointError, bool]]:
-        """Yields the committed steps, newest first: step, notes, whether the step is on the line.
+        """Yields each committed step, newest first, as (step, notes, whether it is on the line).
 
         :mod:`cloudckpt.runs.line` says which steps are on the line. Notes are read on demand, so
         an unreadable old step does not fail a caller that needs a newer one. If the notes of a step
         can't be read, the error is yielded in their place, and the step counts as on the line. If
         the line that the claim describes has no step left, the newest step decides which steps are
-        on the line, and these are yielded once more. If steps were committed meanwhile, and no step
-        on the line was yielded yet, all steps may be yielded once more.
+        on the line, and these are yielded once more, as on it. If steps were committed meanwhile,
+        and no step on the line was yielded yet, all steps may be yielded once more.
 
         Args:
             steps: The steps to read, oldest first; they have to include the run's newest step. None
@@ -348,7 +348,11 @@ class Run:
         return None
 
     def history(self, steps: Sequence[int] | None = None) -> History:
-        """Reads the notes of all committed steps of the run, or of those among ``steps``."""
+        """Reads the notes of all committed steps of the run, or of those among ``steps``.
+
+        ``steps`` is that of :meth:`walk`. The result has the error of a step whose notes can't be
+        read; only if the store can't be reached, that error is raised.
+        """
         line, abandoned = dict[int, Notes](), dict[int, Notes]()
         unread = dict[int, CloudCheckpointError]()
         for step, notes, is_on_line in self.walk(steps):

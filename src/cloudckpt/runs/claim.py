@@ -250,7 +250,7 @@ class OwnLine(CommitHook):
     def explain(self, error: CloudCheckpointError) -> None:
         """Rewrites the message of a CheckpointExistsError if the job did not call ``restore()``.
 
-        Without a call of ``restore()``, a save replaces no step, even if the options allow that.
+        In such a job only a save with ``force`` replaces a step, whatever ``Config.overwrite`` is.
         """
         if isinstance(error, CheckpointExistsError) and not self.has_restored:
             error.message = (

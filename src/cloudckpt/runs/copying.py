@@ -2,9 +2,9 @@
 
 A copy commits like a save (:mod:`cloudckpt.checkpoint.commit`): its objects get new random names,
 and become visible by one conditional write of ``.metadata``, last. So two copies to one location, a
-copy and a save, or a copy and a deletion of the target, can't mix their objects. If a copy kept the
-names of its source, a second copy to the same location would share the objects of the first, which
-may be deleting them at that moment.
+copy and a save, or a copy and a deletion of the target, can't mix their objects. If copies kept the
+names of the source, two copies to the same location would write the same objects, and one that
+fails would delete objects that the other one needs.
 
 If the ranks of a group copy a run together, each takes part of its checkpoints.
 """
@@ -83,9 +83,11 @@ def copy(
         target: The location of the copy; for a checkpoint also the folder of an existing run.
         overwrite: Whether a checkpoint at the target may be replaced; None uses
             ``Config.overwrite`` of the target's options.
-        step_name: Of a run, copy only folders named by this pattern, such as ``"step-{step}"``.
+        step_name: Of a run, copy only folders named by this pattern, such as ``"step-{step}"``;
+            None copies all.
         config: Options.
-        target_config: Options for the target, if they differ, for example in the endpoint.
+        target_config: Options for the target, if they differ, for example in the endpoint; None
+            uses ``config``.
         process_group: The ranks that divide the checkpoints of a run among themselves; all of them
             must call this function. A single checkpoint is copied by the first rank.
         progress: Called with the bytes that this rank has copied so far and the bytes that it will

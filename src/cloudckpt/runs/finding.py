@@ -27,7 +27,8 @@ _WILD = ("*", "?")
 def matching(location: str, config: Config | None = None) -> list[str]:
     """Lists the folders that match a pattern; a location without ``*`` and ``?`` is returned alone.
 
-    The pattern is matched folder name by folder name, as in a shell: ``*`` never matches ``/``.
+    The pattern is matched folder name by folder name, as in a shell: ``*`` never matches ``/``. A
+    location without a pattern need not exist.
 
     Raises:
         CheckpointNotFoundError: If no folder matches.

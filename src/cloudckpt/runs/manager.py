@@ -79,15 +79,17 @@ class CheckpointManager(ClosedAtExit):
             save_interval_steps: :meth:`save` saves only steps that are multiples of this number; by
                 default all steps, unless ``save_interval_seconds`` is given.
             save_interval_seconds: :meth:`save` saves a step if so many seconds have passed on the
-                first rank since the previous save; all ranks save the same steps.
+                first rank since the previous save; all ranks save the same steps. Can't be combined
+                with ``save_interval_steps``.
             max_to_keep: How many of the newest checkpoints to keep; at least the newest is kept.
                 With ``best_metric`` and without ``best_to_keep``, it is used as ``best_to_keep``.
             best_to_keep: How many of the best checkpoints to keep; checkpoints without the metric
-                are kept, too.
+                are kept, too. Needs ``best_metric``.
             keep_younger_than: Keep checkpoints younger than so many seconds, by the store's clock.
             keep_period: Keep steps that are multiples of this number. A checkpoint stays if any of
                 these four rules keeps it; if none of the first three is given, all stay.
-            best_metric: The name of the metric by which checkpoints are ranked.
+            best_metric: The name of the metric by which checkpoints are ranked; give ``best_mode``
+                with it.
             best_mode: Whether the lowest (``"min"``) or the highest values (``"max"``) are best.
             step_name: The pattern of the checkpoints' folder names.
             asynchronous: Whether :meth:`save` returns once the state is staged, and the data is
@@ -189,7 +191,8 @@ class CheckpointManager(ClosedAtExit):
     def all_steps(self) -> list[int]:
         """Lists the committed steps of this training in the store, oldest first.
 
-        Abandoned steps are left out; :func:`cloudckpt.list_checkpoints` lists them, too.
+        Abandoned steps, and steps whose notes can't be read, are left out;
+        :func:`cloudckpt.list_checkpoints` lists them, too.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -198,7 +201,9 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.latest_step")
     def latest_step(self) -> int | None:
-        """Returns the newest committed step of this training; None if no step is committed.
+        """Returns the newest committed step of this training; None if there is none.
+
+        Abandoned steps are skipped, and so are steps whose notes are damaged, which is logged.
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
@@ -231,6 +236,7 @@ class CheckpointManager(ClosedAtExit):
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
             CheckpointCorruptError: If its metadata is damaged.
+            ConfigError: If ``step`` is not a valid step.
             StoreError: If the store refuses or stays unreachable.
         """
         return dict(self._meeting.broadcast_from_first(lambda: self._run.notes(step).metrics))
@@ -242,6 +248,7 @@ class CheckpointManager(ClosedAtExit):
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
             CheckpointCorruptError: If its metadata is damaged.
+            ConfigError: If ``step`` is not a valid step.
             StoreError: If the store refuses or stays unreachable.
         """
         return dict(self._meeting.broadcast_from_first(lambda: self._run.notes(step).user))

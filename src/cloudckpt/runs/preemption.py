@@ -48,10 +48,10 @@ class Preemption:
     ) -> None:
         """
         Args:
-            signals: The signals that announce the end of the job. A handler that was set before is
-                called, too. Without such a handler the first signal does not end the process: the
-                training loop has to end it; a second signal ends it. Outside of the main thread no
-                signal is handled, and a warning is logged.
+            signals: The signals that announce the end of the job; may be empty. A handler that was
+                set before is called, too. Without such a handler the first signal does not end the
+                process: the training loop has to end it; a second signal ends it. Outside of the
+                main thread no signal is handled, and a warning is logged.
             is_due: A function that returns whether the job is about to end, for example by the
                 instance's metadata. It is called at each step, and must not block. If it raises, it
                 is called again at the next step; only the first error is logged.
@@ -206,7 +206,10 @@ class Agreement:
     """
 
     def __init__(self, parent: dist.ProcessGroup | None) -> None:
-        """Opens a new process group for the ranks of ``parent``; None if this rank is alone."""
+        """Opens a new process group for the ranks of ``parent``, if that is not None.
+
+        ``parent`` is None if this rank is alone.
+        """
         self._group: dist.ProcessGroup | None = None
         # what the ranks know: whether the job ends, a save is due, and a rank's last step was short
         self._known = (False, False, True)

@@ -58,8 +58,8 @@ def prune(
     """Deletes the committed checkpoints of a run that no retention rule keeps.
 
     The rules are those of :class:`CheckpointManager`. They apply to the steps on the run's line
-    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. If its metadata can't be read,
-    no step of the line is deleted: intact checkpoints would be lost in favour of a damaged one.
+    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. If the metadata of that step
+    is damaged, nothing is deleted: intact checkpoints would be lost in favour of a damaged one.
     Checkpoints whose notes can't be read are kept and logged; as they may be on the line, the
     newest of them counts as its newest step if it is newer. Checkpoints that are saved anew
     meanwhile are kept, too. If a checkpoint can't be deleted, the others are deleted all the same;
@@ -70,10 +70,11 @@ def prune(
         max_to_keep: How many of the newest checkpoints to keep; at least the newest is kept. With
             ``best_metric`` and without ``best_to_keep``, it is used as ``best_to_keep``.
         best_to_keep: How many of the best checkpoints to keep; checkpoints without the metric are
-            kept, too.
+            kept, too. Needs ``best_metric``.
         keep_younger_than: Keep checkpoints younger than so many seconds, by the store's clock.
         keep_period: Keep steps that are multiples of this number.
-        best_metric: The name of the metric by which checkpoints are ranked.
+        best_metric: The name of the metric by which checkpoints are ranked; give ``best_mode`` with
+            it.
         best_mode: Whether the lowest (``"min"``) or the highest values (``"max"``) are best.
         abandoned: Whether abandoned steps are deleted, too.
         only: The result of a dry run that a user has confirmed: only these checkpoints are deleted,

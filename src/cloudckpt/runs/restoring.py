@@ -40,7 +40,7 @@ def restore_newest(
 ) -> int | None:
     """Loads the newest intact step on the line, the same on all ranks; a collective call.
 
-    Steps that can't be loaded are logged.
+    Steps that are damaged, or were deleted meanwhile, are logged and skipped.
 
     Args:
         run: The run.
@@ -160,7 +160,7 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
         step: The step of the run; None takes the newest on its line.
 
     Returns:
-        The URI, and the step; None if a single checkpoint was saved without a step.
+        The URI, and the step, which is None if a single checkpoint was saved without one.
 
     Raises:
         CheckpointNotFoundError: If the location has no such checkpoint; for a missing step, the

@@ -135,9 +135,9 @@ class Saves:
 
     @property
     def newest(self) -> int | None:
-        """The last step that this job restored or began to save, without reported failures.
+        """The step that this job restored or began to save last; None if there is none.
 
-        None if there is no such step.
+        Saves whose failure was reported are left out.
         """
         with self._lock:
             counted = (save.step for save in reversed(self._all) if save.outcome != "failed")

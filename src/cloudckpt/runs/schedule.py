@@ -28,12 +28,12 @@ class Schedule:
             every_steps: Save the steps that are multiples of this number; None saves all steps,
                 unless ``every_seconds`` is given.
             every_seconds: Save a step if so many seconds have passed on rank 0 since the last save;
-                None ignores the time.
+                None ignores the time. Can't be combined with ``every_steps``.
             preemption: How the job learns that it is about to be stopped; None: by SIGTERM.
             read_only: Whether no signal is handled.
 
         Raises:
-            ConfigError: If an option is invalid.
+            ConfigError: If an option is invalid, or both intervals are given.
         """
         given: object = preemption
         if not isinstance(given, (Preemption, type(None))):

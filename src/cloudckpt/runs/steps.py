@@ -137,6 +137,7 @@ class Retention:
         max_to_keep: How many of the newest steps are kept. With ``best_metric`` and without
             ``best_to_keep``, it is used as ``best_to_keep``.
         best_to_keep: How many of the best steps are kept; steps without a score are kept, too.
+            Needs ``best_metric``.
         keep_younger_than: Steps committed within so many seconds are kept.
         keep_period: Steps that are multiples of this number are kept.
         best_metric: The name of the metric whose value is a step's score.

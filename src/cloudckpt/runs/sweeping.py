@@ -228,7 +228,7 @@ class _Sweep:
         return list(self._run.store.list(start, self._run.retrier.call))
 
     def _named_beneath(self, run: str) -> _Named:
-        """Returns what all checkpoints of the run need whose folder has the key ``run``."""
+        """Returns what all checkpoints of a run need; ``run`` is the key of the run's folder."""
         references, below = _Named(), inside(run)
         for name in list(self._run.store.list_level(below, self._run.retrier.call)):
             if isinstance(name, str):
@@ -239,7 +239,10 @@ class _Sweep:
         return references
 
     def _named(self, folder: str) -> _Named:
-        """Returns what a folder's checkpoint needs: nothing if none is committed there."""
+        """Returns what a folder's checkpoint needs: nothing if none is committed there.
+
+        If its commit object is damaged, the result is ``unread``, and the object is in the report.
+        """
         store, uri = self._run.store, self._uri(folder)
         key = uri.key(METADATA)
         try:

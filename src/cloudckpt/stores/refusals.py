@@ -232,10 +232,17 @@ def _ahead(headers: Mapping[str, str]) -> float | None:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Returns the seconds to wait that a response asks for; None if it asks for no wait.
+    """Returns the seconds to wait that the ``Retry-After`` header of a response asks for.
 
-    ``Retry-After`` is a number of seconds or a date. A date is compared with the response's own
-    ``Date`` header, as this machine's clock may be wrong. The names of `headers` are in lower case.
+    The header is a number of seconds, or a date; a date is compared with the response's own
+    ``Date`` header, as this machine's clock may be wrong.
+
+    Args:
+        headers: The headers of the response; their names are in lower case.
+
+    Returns:
+        The seconds, 0.0 for the number 0; None if the header is missing or not valid, or if its
+        date has passed.
     """
     wait = headers.get("retry-after", "")
     if wait.isascii() and wait.isdigit():
