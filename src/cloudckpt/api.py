@@ -56,15 +56,12 @@ __all__ = [
 S = TypeVar("S")
 T = TypeVar("T")
 
-_DESTROYED = (
-    "the process group was destroyed during this save: wait for all saves before you destroy it"
-)
 _WHAT_IS_COMMITTED = {
     True: "this save is committed all the same",
     False: "this save is not committed, and will not be",
     None: "it is unknown whether this save is committed: it is not yet, as far as this rank could "
-    "check, but it may still be; check whether the checkpoint exists before you go on. Its data "
-    "was kept",
+    "check, but it may still be; check whether the new checkpoint is here before you go on. Its "
+    "data was kept",
 }
 
 
@@ -489,6 +486,5 @@ def _after_clean_up(error: BaseException, writer: OurWriter) -> BaseException:
         writer.discard()
     if lost is None:
         return error
-    what_failed = _DESTROYED if isinstance(cause, ValueError) else lost.message
-    message = f"{what_failed}; {_WHAT_IS_COMMITTED[committed]}"
+    message = f"{lost.message}; {_WHAT_IS_COMMITTED[committed]}"
     return ProcessGroupError(message, committed=committed, uri=uri, cause=cause)

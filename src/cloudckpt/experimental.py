@@ -275,8 +275,8 @@ def _check(target: torch.Tensor, source: torch.Tensor, path: str, uri: str) -> N
         if ours != theirs:
             error = UnsupportedTensorError if attribute == "layout" else ShapeMismatchError
             raise error(
-                f"{path} has the {attribute} {theirs} in the file, but {ours} in the state "
-                "dict: put None in its place to load the file's tensor",
+                f"{path or 'the state'} has the {attribute} {theirs} in the file, but {ours} in "
+                "the state dict: put None in its place to load the file's tensor",
                 uri=uri,
                 item=path,
             )

@@ -265,8 +265,8 @@ def _put_on_condition(
         )
     if config.conditional_writes == "off":
         raise ConfigError(
-            "if_absent, if_version and overwrite=False need conditional writes, which are "
-            "turned off: set conditional_writes='auto'",
+            "if_absent, if_version and overwrite=False need conditional writes, which are off: set "
+            "Config(conditional_writes='auto') if the store supports them, else leave those out",
             uri=store.uri(key),
         )
     retrier = Retrier(config.retry)

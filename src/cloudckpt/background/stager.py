@@ -176,8 +176,8 @@ class Stager(AsyncStager):
                 self._take(lease, patience)
             except queue.Empty:
                 raise SaveInProgressError(
-                    f"an earlier save still reads the staged copy after {patience:g} s; wait "
-                    "for its future, save less often, or increase patience="
+                    f"an earlier save still reads the staged copy after {patience:g} s; wait for "
+                    "its future, save less often, or raise patience (also in BackgroundOptions)"
                 ) from None
             self._check_open()  # it may have been closed meanwhile
             arena = self._fitting(layout)

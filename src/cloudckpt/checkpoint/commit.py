@@ -117,8 +117,8 @@ def conditions_work(store: ObjectStore, setting: Switch, key: str, retrier: Retr
             return True
     raise ConfigError(
         "the store ignores conditional writes (If-None-Match, If-Match) or refuses them, and they "
-        "protect a commit from concurrent writers. If only one job at a time writes here, set "
-        "Config(conditional_writes='off') or CLOUDCKPT_CONDITIONAL_WRITES=off",
+        "protect what is written from concurrent writers. If only one job at a time writes here, "
+        "set Config(conditional_writes='off'); otherwise use another store",
         uri=store.root,
     )
 
@@ -244,7 +244,7 @@ def _found(
 def _unknown(store: ObjectStore, key: str, error: CloudCheckpointError) -> CommitUnknownError:
     return CommitUnknownError(
         "the store did not confirm the commit, which may have taken place or may still take "
-        "place; check whether this checkpoint exists before you go on. Its data was kept",
+        "place; check whether the new checkpoint is here before you go on. Its data was kept",
         uri=store.uri(key),
         cause=error,
     )
@@ -423,7 +423,7 @@ def publish(
     except Exception as error:
         raise CommitUnknownError(
             "the commit failed unexpectedly and may have taken place; its data was kept. Check "
-            "whether this checkpoint exists before you go on",
+            "whether the new checkpoint is here before you go on",
             uri=str(uri),
             cause=error,
         ) from error

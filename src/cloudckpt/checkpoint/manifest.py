@@ -113,7 +113,7 @@ class Planned:
             if rows.numel() != len(one.extents):
                 raise IncompleteSaveError(
                     f"rank {rank} planned {rows.numel()} items, but wrote {len(one.extents)}; "
-                    "nothing was committed. Save again, or check the planner",
+                    "nothing was committed. Save again; if that fails, too, correct the planner",
                     uri=uri,
                 )
         structure = self.structure
@@ -139,7 +139,7 @@ class Planned:
         except ValueError as exc:
             raise IncompleteSaveError(
                 f"the ranks' reports of what they wrote are inconsistent: {exc}; nothing was "
-                "committed. Save again, or check the planner",
+                "committed. Save again; if that fails, too, correct the planner",
                 uri=uri,
             ) from exc
         return made

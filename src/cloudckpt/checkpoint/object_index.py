@@ -170,7 +170,7 @@ class ObjectIndex:
         algorithm, dtype = self._algorithm, _TYPES.get(code)
         if not code and (head or tail):
             raise self._corrupt(
-                "the index of the object is invalid, as a pickled value has an envelope in it: "
+                "the index of the object is invalid, as it describes a value like a tensor: "
                 "restore the object, or load an older checkpoint",
                 item=item,
             )

@@ -175,7 +175,7 @@ class Places:
             except CheckpointCorruptError as error:
                 if config.verify:
                     raise
-                logger.warning("verify is off, so this object is read unchecked: %s", error)
+                logger.warning("verify is off, so an object is read without its index: %s", error)
                 self._indexes[record.name] = None  # both ends of its items are read instead
 
     def wholes(self, indices: Sequence[MetadataIndex]) -> list[StoredBytes]:

@@ -280,8 +280,8 @@ class Record:
             struct.error,
         ) as exc:
             raise CheckpointCorruptError(
-                "the metadata is invalid: it is damaged, or a newer cloudckpt or torch wrote it; "
-                "install a newer version, or load an older checkpoint",
+                "the metadata is invalid: if a newer cloudckpt or torch wrote it, install that "
+                "version; otherwise it is damaged, so load an older checkpoint",
                 uri=uri,
                 cause=exc,
             ) from exc

@@ -98,7 +98,7 @@ def untrusted(
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(cause))
     named = re.search(r"GLOBAL (\S+)", text)
-    problem = "it is damaged, or needs" if named is None else "it needs"
+    problem = "it is damaged (load an older one then), or needs" if named is None else "it needs"
     return UntrustedPickleError(
         f"{what} can't be loaded: {problem} code that is not on torch's allow-list. If you "
         "trust everyone who can write to this location, pass trust_pickle=True (in Lightning "
@@ -148,8 +148,8 @@ def load_item(
                 cause=exc,
             ) from exc
         raise CheckpointCorruptError(
-            f"{item} can't be unpickled: it is damaged, or its class has changed or can't be "
-            "imported; load an older checkpoint, or leave it out of the state dict",
+            f"{item} can't be unpickled: if the cause is about its class, restore that; otherwise "
+            "it is damaged. Load an older checkpoint, or leave it out of the state dict",
             uri=uri,
             item=item,
             cause=exc,

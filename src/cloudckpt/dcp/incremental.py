@@ -125,10 +125,8 @@ def _tell_no_base(uri: CheckpointURI, base: CheckpointURI | None, why: object) -
     logger.warning(
         "%s: %s can't be the base of this incremental save, which uploads everything unless "
         "another base is found: %s",
-        uri,
-        base or "an earlier checkpoint",
-        why,
-    )
+        uri, base or "an earlier checkpoint", why,
+    )  # fmt: skip
 
 
 _Steps = tuple[GroupRef, CheckpointURI, tuple[str, ...]]

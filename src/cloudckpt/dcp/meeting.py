@@ -261,8 +261,8 @@ class Meeting:
         # torch gives this value to a rank outside of the group
         if group is not None and cast(Any, group) == dist.GroupMember.NON_GROUP_MEMBER:
             raise ConfigError(
-                "this rank is not in the given process group: make this call on the ranks of "
-                "the group only"
+                "this rank is not in the given process group: make this call only on ranks of "
+                "that group"
             )
         self.group = group
         self.is_broken = False
@@ -471,10 +471,12 @@ class Meeting:
                 raise
             if failure is not None:
                 raise failure from exc
+            when = during and f" {during}"
             raise ProcessGroupError(
-                f"the ranks lost each other{during and f' {during}'}: one of them ended, or a "
-                "connection between them broke; find out which rank ended first and why, and start "
-                "all of them again",
+                f"the process group was destroyed{when}: wait for all saves and loads before that"
+                if isinstance(exc, ValueError)
+                else f"the ranks lost each other{when}: one of them ended, or a connection between "
+                "them broke; find out which rank ended first and why, and start all of them again",
                 committed=None if during else False,
                 cause=exc,
             ) from exc

@@ -579,10 +579,10 @@ def committing(writer: OurWriter) -> Iterator[None]:
         if not isinstance(error, Exception) and portable(error, uri) is error:
             raise
         raise CommitUnknownError(
-            "the checkpoint is committed, but a step after that failed; nothing was deleted"
+            "the checkpoint is committed and can be loaded, but a step after that failed"
             if writer.committed
             else "the commit failed unexpectedly and may have taken place; its data was kept. "
-            "Check whether this checkpoint exists before you go on",
+            "Check whether the new checkpoint is here before you go on",
             uri=uri,
             cause=error,
         ) from error

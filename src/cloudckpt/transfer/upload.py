@@ -399,5 +399,5 @@ def written(
         info = Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
         return info if info is not None and info.size == size else None
     except StoreError as error:
-        logger.warning("can't check whether the upload took place, as a read failed: %s", error)
+        logger.warning("can't check whether an upload was done, so it counts as failed: %s", error)
         return None
