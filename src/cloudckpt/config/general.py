@@ -42,10 +42,11 @@ class RetryPolicy(Options):
     throttles. Pauses are random and grow.
 
     Attributes:
-        deadline: Seconds after its first failure during which a request is retried.
+        deadline: Seconds after its first failure during which a request is retried; 0: never.
         attempts: The most tries; None: as many as the deadline allows.
-        base: The shortest pause, in seconds.
-        cap: The longest pause, in seconds, unless the store asks for a longer one.
+        base: The shortest pause, in seconds; at most ``cap``.
+        cap: The longest pause, in seconds, unless the store asks for a longer one. With 0,
+            ``attempts`` is needed.
 
     ``attempts``, ``base`` and ``cap`` have no environment variables.
     """

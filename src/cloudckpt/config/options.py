@@ -51,7 +51,10 @@ _FLAGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off"
 
 
 def option(default: T, doc: str, least: float = -math.inf, most: float = math.inf) -> T:
-    """Declares a field of :class:`Options`: its default, description and, for numbers, range."""
+    """Declares a field of :class:`Options`: its default, its description, and its range.
+
+    A number is valid from `least` to `most`, both included; other values have no range.
+    """
     return cast(T, _Option(default, doc, least, most))
 
 

@@ -46,7 +46,7 @@ NEEDS = {
         "az": f"{_BLOBS}/write and {_BLOBS}/delete",
     },
 }
-"""The permission that each check needs, by URI scheme."""
+"""The permission that each check needs, by URI scheme; checks left out need that of ``write``."""
 
 
 class Trials:

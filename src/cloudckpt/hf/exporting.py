@@ -98,8 +98,8 @@ def export_checkpoint(
         target: The folder of the model.
         max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``.
         dtype: The type that floating-point tensors are converted to; None converts no tensor.
-        fqn_to_file: The number of each tensor's file, from 1, instead of a division by
-            ``max_shard_size``.
+        fqn_to_file: The number of each tensor's file, from 1, by the tensor's name in the model;
+            None divides by ``max_shard_size``. It has to have all tensors.
         key_mapping: Called with the name of each tensor of the checkpoint; returns its name in the
             model, or None to leave the tensor out, as usual for ``optim.…``.
         config: Options, for both locations.

@@ -91,7 +91,7 @@ def load(
         InvalidURIError: If ``uri`` is not a valid location.
         CheckpointNotFoundError: If there is no model at ``uri``.
         MissingKeyError: If the model lacks a key of the state dict, and ``strict`` is on.
-        ShapeMismatchError: If a shape differs.
+        ShapeMismatchError: If a shape differs, and ``strict`` is on.
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name, or tensors that share
             memory have different values in the files.
         ConfigError: If ``key_mapping`` returns anything but one name or None.

@@ -76,8 +76,8 @@ def save(
         max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or ``"4GiB"``; a
             larger tensor gets a file to itself.
         dtype: The type that floating-point tensors are converted to; None converts no tensor.
-        fqn_to_file: The number of each tensor's file, from 1, instead of a division by
-            ``max_shard_size``.
+        fqn_to_file: The number of each tensor's file, from 1, by the tensor's name; None divides by
+            ``max_shard_size``. It has to have all tensors.
         process_group: The ranks that save; None for all.
         no_dist: Whether this process saves alone.
         config: Options.
@@ -165,8 +165,8 @@ class SafetensorsWriter(OurWriter):
             max_shard_size: Maximum bytes of tensors in a file, as a number, ``"5GB"`` or
                 ``"4GiB"``.
             dtype: The type that floating-point tensors are converted to; None converts no tensor.
-            fqn_to_file: The number of each tensor's file, from 1, instead of a division by
-                ``max_shard_size``.
+            fqn_to_file: The number of each tensor's file, from 1, by the tensor's name; None
+                divides by ``max_shard_size``. It has to have all tensors.
             config: Options; None reads them from the environment.
             process_group: The ranks that save; None for all.
             planner: The planner of the save; if given, tied weights are written once.

@@ -286,8 +286,9 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     ) -> None:
         """Deletes files and folders; a folder's commit objects first, unless ``maxdepth`` is given.
 
-        The folder of a checkpoint is deleted as by :func:`cloudckpt.delete`: objects that other
-        checkpoints of the run refer to stay until the last of these is deleted.
+        A folder is deleted only with ``recursive``; that of a checkpoint as by
+        :func:`cloudckpt.delete`: objects that other checkpoints of the run refer to stay until the
+        last of these is deleted.
 
         Raises:
             FileNotFoundError: If a path is neither a file nor a folder.

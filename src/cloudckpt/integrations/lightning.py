@@ -87,7 +87,7 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
         Args:
             dirpath: The folder of the run, for example ``s3://bucket/run``.
-            filename: The pattern of checkpoint names, as in Lightning, where it has the epoch, too.
+            filename: The pattern of checkpoint names; Lightning's default also has the epoch.
             auto_insert_metric_name: As in Lightning, where the default is True.
             enable_version_counter: As in Lightning, where the default is True.
             config: Options for listing checkpoints.

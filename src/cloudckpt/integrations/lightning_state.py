@@ -195,6 +195,14 @@ class FabricOnStores(_OnStores):
     ) -> dict[str, Any]:
         """Loads models, optimizers and other values of ``state`` in place, on any number of ranks.
 
+        Args:
+            path: The URI, or a local path, which is passed on to Lightning with the other
+                arguments.
+            state: A dict with the model, and the other objects and values to load.
+            strict: Whether each key of ``state`` must be in the checkpoint; otherwise those that
+                are not there keep their values.
+            weights_only: If False, pickles in the checkpoint may run any code.
+
         Returns:
             The saved values that are not in ``state``.
 

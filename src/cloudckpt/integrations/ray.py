@@ -84,8 +84,9 @@ def checkpoint(uri: URILike, written: Future[Any] | None = None) -> Any:
 
     Args:
         uri: The location of the checkpoint.
-        written: The future of a background save. The report waits for it, in one of Ray's threads
-            with ``checkpoint_upload_mode=CheckpointUploadMode.ASYNC``, and fails if the save does.
+        written: The future of a background save; None if the checkpoint is committed. The report
+            waits for it, in one of Ray's threads with
+            ``checkpoint_upload_mode=CheckpointUploadMode.ASYNC``, and fails if the save does.
 
     Raises:
         InvalidURIError: If ``uri`` is not a valid location.

@@ -89,7 +89,8 @@ def copy(
         target_config: Options for the target, if they differ, for example in the endpoint; None
             uses ``config``.
         process_group: The ranks that divide the checkpoints of a run among themselves; all of them
-            must call this function. A single checkpoint is copied by the first rank.
+            must call this function. A single checkpoint is copied by the first rank. None: this
+            process copies alone.
         progress: Called with the bytes that this rank has copied so far and the bytes that it will
             copy in all, from any thread.
 
@@ -180,8 +181,9 @@ def planned(
 ) -> list[tuple[str, str, int]]:
     """Lists the checkpoints that :func:`copy` would copy, as (source, target, bytes).
 
-    The bytes are those of all objects in a step's folder; of a single checkpoint, those of its
-    entries. Checkpoints that the target already has are included.
+    The arguments are those of :func:`copy`. The bytes are those of all objects in a step's folder;
+    of a single checkpoint, those of its entries. Checkpoints that the target already has are
+    included.
 
     Raises:
         CloudCheckpointError: The errors of :func:`copy` that can be detected without copying.

@@ -53,10 +53,11 @@ class Preemption:
                 process: the training loop has to end it; a second signal ends it. Outside of the
                 main thread no signal is handled, and a warning is logged.
             is_due: A function that returns whether the job is about to end, for example by the
-                instance's metadata. It is called at each step, and must not block. If it raises, it
-                is called again at the next step; only the first error is logged.
+                instance's metadata; None for no function. It is called at each step, and must not
+                block. If it raises, it is called again at the next step; only the first error is
+                logged.
             deadline: When to save for the last time, in seconds since 1970: the end of the job
-                minus the duration of a save.
+                minus the duration of a save. None: the job has no deadline.
 
         Raises:
             ConfigError: If an argument has a wrong type, or a signal can't be handled.

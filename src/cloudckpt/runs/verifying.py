@@ -65,7 +65,7 @@ def verify(
         uri: The location of the checkpoint, for example ``s3://bucket/path``.
         config: Options.
         process_group: The ranks that divide the objects among themselves; all of them must call
-            this function.
+            this function. None: this process reads alone.
         progress: Called with the bytes that this rank has read so far and the bytes that it will
             read in all, from any thread.
 

@@ -342,6 +342,7 @@ class LocalStore(ObjectStore):
             if_version: As in :meth:`complete_upload`.
 
         Raises:
+            PreconditionFailedError: If the key does not hold ``if_version``.
             CommitUnknownError: If the file has appeared, but may not be on disk.
         """
         key, is_published, if_absent = upload.key, False, if_version == ""

@@ -71,8 +71,8 @@ def masked(text: str, secrets: Iterable[str] = ()) -> str:
 def excerpt(text: str, secrets: Iterable[str] = (), *, most: int = _LONGEST_WORD) -> str:
     """Returns a server's, proxy's or SDK's text without credentials and cut to `most` characters.
 
-    An error is sent to all ranks and logged by each of them, so that a server's page of a megabyte
-    must not become part of it.
+    `secrets` are those of :func:`masked`. An error is sent to all ranks and logged by each of them,
+    so a server's page of a megabyte must not become part of it.
     """
     known = _known(secrets)
     # the cut may split a secret in two, which would then no longer be recognized: examine more

@@ -121,7 +121,7 @@ class Refusal(NamedTuple):
         is_foreign: Whether stores of this vendor give an error code in such a response, so that one
             without a code comes from a proxy or a gateway.
         permission: The permission without which the store answers a read of a missing object with
-            "access denied".
+            "access denied"; empty if there is none.
     """
 
     code: str

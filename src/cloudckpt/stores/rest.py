@@ -130,7 +130,15 @@ class RestStore(ObjectStore):
     def failure(
         self, status: int, headers: Mapping[str, str], body: bytes, action: str, uri: str
     ) -> StoreError:
-        """Returns the exception for an error response; `headers` must accept lower-case names."""
+        """Returns the exception for an error response.
+
+        Args:
+            status: The HTTP status.
+            headers: The headers of the response; they must accept lower-case names.
+            body: The body, or its beginning; empty for HEAD.
+            action: The operation that failed, for the message.
+            uri: The object or bucket of the request.
+        """
 
     @contextlib.contextmanager
     def _naming_source(self, source: CopySource) -> Iterator[None]:
@@ -201,6 +209,16 @@ class RestStore(ObjectStore):
 
         The request is sent once more for each class of refusal that `recover` can resolve. The
         final error is certain only if the errors of all attempts are.
+
+        Args:
+            method: The HTTP method.
+            url: The URL without a signature.
+            headers: The headers without a signature.
+            body: The bytes to send.
+            progress: Called with the bytes sent, see :data:`~cloudckpt.stores.base.Progress`.
+            key: The key of the object, or the prefix of a listing, for messages.
+            is_long: Whether the response may take 15 times ``read_timeout`` to begin.
+            successes: The HTTP statuses with which the response is yielded.
 
         Raises:
             StoreError: For any other status, if no response comes, or if the block can't parse it.
@@ -333,7 +351,7 @@ class RestStore(ObjectStore):
         """Requests the page of a listing that begins at `marks`.
 
         Returns:
-            The page, and the marks of the next page; None after the last.
+            The page, and the marks of the next page, which are None after the last one.
         """
 
     def _all_pages(
@@ -412,7 +430,8 @@ class RestStore(ObjectStore):
         """Sends a PUT that copies an object.
 
         Returns:
-            The copy's ETag and checksum; None, or an empty ETag, if the response has none.
+            The copy's ETag, which is None or empty if the response has none; and its checksum, None
+            if the response has none.
         """
         raise NotImplementedError
 

@@ -93,6 +93,7 @@ def result_of(store: RestStore, reply: Reply, action: str, uri: str) -> Element:
 
     The store sends the status 200 before the work is done, so only the body tells whether it
     failed. For an empty body, as some stores send it, the result is an element with an empty tag.
+    `action` and `uri` are the operation and the object, for messages.
 
     Raises:
         StoreError: If the body is an ``<Error>``.
@@ -214,7 +215,7 @@ class XmlStore(RestStore):
         """Requests the page of a listing of uploads that begins at `marks`.
 
         Returns:
-            The page, and the marks of the next page; None after the last.
+            The page, and the marks of the next page, which are None after the last one.
         """
         named = zip(("key-marker", "upload-id-marker"), marks, strict=False)
         more = {name: mark for name, mark in named if mark}

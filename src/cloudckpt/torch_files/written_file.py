@@ -59,10 +59,10 @@ class WrittenFile(io.BufferedIOBase):
             store: The store.
             key: The key of the object.
             config: Options.
-            expected: The approximate size of the object in bytes.
-            stats: Counts the bytes sent.
-            checks: Collects the checksums of the parts sent; only for random keys, at which no
-                other object can exist.
+            expected: The approximate size of the object in bytes; 0 if it is not known.
+            stats: Counts the bytes sent; None counts nothing.
+            checks: Collects the checksums of the parts sent, if not None; only for random keys, at
+                which no other object can exist.
             is_immutable: Returns whether the memory of a write stays unchanged until the file is
                 closed; if so, it is sent without a copy.
         """
@@ -95,7 +95,8 @@ class WrittenFile(io.BufferedIOBase):
         """Writes all of ``data``; blocks while the memory is full of bytes that are not sent yet.
 
         Raises:
-            StoreError: If bytes can't be sent.
+            StoreError: If bytes can't be sent, now or in an earlier call.
+            ValueError: If the file is closed.
         """
         if self.closed:
             raise ValueError("the file is closed: open it again to write")

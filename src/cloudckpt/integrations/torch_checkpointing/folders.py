@@ -161,7 +161,7 @@ class FileFolders(VisibleFiles):
 
         Args:
             key: The key of the file.
-            expected: The approximate size of the file in bytes.
+            expected: The approximate size of the file in bytes; 0 if it is not known.
             is_immutable: Returns whether the memory of a write stays unchanged until the file is
                 closed; if so, it is sent without a copy.
 
@@ -211,7 +211,8 @@ class FileFolders(VisibleFiles):
             FileExistsError: If the target exists, or another program has written a file into the
                 source; both stay unchanged.
             ConfigError: If an object of the files is not beneath the target.
-            CheckpointCorruptError: If an object of the files is missing.
+            CheckpointCorruptError: If an object of the files is missing, or has another size; or if
+                a record is damaged.
             IncompleteSaveError: If the first file was written too long ago.
             CommitUnknownError: If the store does not say whether the commit took place.
             StoreError: If the commit did not and will not take place.

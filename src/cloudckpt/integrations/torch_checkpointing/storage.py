@@ -173,6 +173,8 @@ class CloudStorage(Storage):  # type: ignore[misc]
     ) -> None:
         """Commits a folder by one conditional write; a single file can't be renamed.
 
+        The other arguments have no effect.
+
         Raises:
             FileExistsError: If the target exists; both stay unchanged.
             FileNotFoundError: If the source does not exist.

@@ -235,8 +235,8 @@ class _Tokens:
     """Access tokens of Microsoft Entra ID, which azure-identity fetches.
 
     One thread at a time asks for a token: the source may be a slow program (``az``), or fail to
-    respond. Meanwhile, and if the renewal fails, the previous token is used as long as it is valid,
-    with a managed identity for another half a day.
+    respond. Meanwhile, and if the renewal fails, the previous token is used as long as it is valid:
+    that of a managed identity is valid for another half a day when it is to be renewed.
     """
 
     def __init__(self, config: Config, uri: str, note: str, errors: Errors) -> None:

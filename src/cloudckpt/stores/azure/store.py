@@ -256,7 +256,7 @@ class AzureStore(RestStore):
         If `include` is "uncommittedblobs", blobs that have only uncommitted blocks are listed, too.
 
         Returns:
-            The page, and the marks of the next page; None after the last.
+            The page, and the marks of the next page, which are None after the last one.
         """
         query = {
             "restype": "container",

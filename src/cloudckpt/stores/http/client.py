@@ -235,10 +235,13 @@ class Reply:
         return data
 
     def _received(self, limit: int) -> tuple[bytes, ConnectionLostError | None]:
-        """Returns the first `limit` bytes of the body, and an error, or None if that is all of it.
+        """Reads at most `limit` bytes of the body.
 
         Each chunk of a chunked body counts as progress: S3 sends white space while it assembles an
         object from its parts.
+
+        Returns:
+            The bytes that arrived; and None if they are the whole body, else an error to raise.
         """
         data = bytearray()
         read = self._raw.read1 if self._raw.chunked else self._raw.read

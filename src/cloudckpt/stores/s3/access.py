@@ -301,7 +301,7 @@ class Keys:
             )
 
     def secrets(self) -> tuple[str, ...]:
-        """Returns the access key, the secret key and the session token, empty if there is none."""
+        """Returns the access key, the secret key and the session token, which may be empty."""
         frozen = self._found.get_frozen_credentials()
         return frozen.access_key, frozen.secret_key, frozen.token or ""
 
