@@ -77,7 +77,7 @@ class Waiting:
         logged during it. No line is logged soon after another one (``LONGEST_SILENCE``).
 
         Args:
-            why: The error, or a text.
+            why: The error, or a text that describes it.
             left: Seconds during which the operation is still retried.
             pause: Seconds until the next try.
         """

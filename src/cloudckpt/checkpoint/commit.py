@@ -182,7 +182,8 @@ def commit(
         store: The store.
         baseline: The commit object at this key when the save began, which alone may be replaced.
         body: The bytes of the new commit object.
-        conditional: Whether the store ensures that no other commit object is replaced.
+        conditional: Whether the store ensures that no other commit object is replaced; otherwise
+            other writers are not noticed.
         retrier: Retries transient failures.
         check: Called before each try.
 
@@ -293,14 +294,15 @@ def no_longer_needed(
 ) -> Sequence[str]:
     """Returns the keys of a deleted or replaced checkpoint's objects that are no longer needed.
 
-    Objects for which this can't be determined are left for a later sweep, with a warning. The
-    checkpoint's marks in other checkpoints are deleted (:mod:`cloudckpt.checkpoint.references`).
+    If this can't be determined, it returns no keys and logs a warning: a later sweep deletes the
+    objects. It deletes the marks by which the checkpoint has protected objects of other checkpoints
+    (:mod:`cloudckpt.checkpoint.references`).
 
     Args:
         store: The store.
         uri: The checkpoint.
         gone: The checkpoint's commit object, already deleted or replaced; None if there was none,
-            or if it can't be parsed.
+            or if it can't be parsed, and no keys are returned.
         config: Options.
         needed: The keys named by the checkpoint that replaced it; empty if it was deleted.
     """

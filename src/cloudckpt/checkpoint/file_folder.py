@@ -1,8 +1,9 @@
 """The names of the objects that store a folder of files, and the checksum of its manifest.
 
-Some libraries commit a folder of files by renaming it. In a store, a *manifest* in that folder says
-which object has the bytes of which file. Until it is written, each file has a *record* in the
-temporary folder, an object that says the same of this file. docs/format.md has their contents, and
+Some libraries write files to a folder with a temporary name, and commit them by renaming it. In a
+store, a *manifest* in the folder with the final name says which object has the bytes of which file.
+Until it is written, each file has a *record* in the temporary folder: an object that names the
+object with the bytes of this file. docs/format.md has their contents, and
 :mod:`cloudckpt.integrations.torch_checkpointing` reads and writes them. A manifest is in the folder
 of the objects that it names, or above it: so a sweep finds the manifest from the key of any
 leftover object.

@@ -30,7 +30,8 @@ def table_of_metadata(metadata: Metadata) -> Table:
     """Converts torch's metadata to a :class:`Table`, without the locations of items in objects.
 
     Raises:
-        NotInColumnsError: If the metadata contains other classes than torch's, or invalid numbers.
+        NotInColumnsError: If the metadata contains other classes than torch's, invalid numbers, or
+            names or paths of other types than torch's planners make.
     """
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     if type(metadata) is not Metadata or vars(metadata).keys() - known:

@@ -1,7 +1,7 @@
 """Computes digests by which ranks compare the values that they have under the same name.
 
-Equal values have equal digests on all ranks. Their pickles are not equal: these depend on which
-objects are shared, and on the order of sets, which differs between processes. So a value is
+Equal values have equal digests on all ranks. Pickles of equal values may differ, as they depend on
+which objects are shared, and on the order of sets, which differs between processes. So a value is
 digested by its contents. Of a tensor of 64 KiB or more, only some pages of 1 KiB are read: 16, and
 one more for each MiB. Unrelated tensors differ in these pages; with ``samples=False`` the whole
 tensor is read, so that any difference is detected.

@@ -60,7 +60,7 @@ class Planned:
         checksum: ChecksumAlgorithm,
         uri: str,
     ) -> Planned:
-        """Makes the plan from torch's metadata, as a planner returns them.
+        """Makes the plan from torch's metadata, as a planner returns it.
 
         Args:
             metadata: The planner's metadata.
@@ -69,8 +69,8 @@ class Planned:
             uri: The checkpoint, for messages.
 
         Raises:
-            IncompleteSaveError: If no rank writes an item that the metadata promise, or a rank
-                writes an item that they do not list.
+            IncompleteSaveError: If no rank writes an item that the metadata lists, or a rank writes
+                an item that it does not list.
             UnsupportedValueError: If the metadata has classes that torch's planners do not make,
                 or invalid numbers.
         """

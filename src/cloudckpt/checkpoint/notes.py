@@ -35,7 +35,7 @@ class Notes:
     """Step, metrics and other data about a checkpoint, stored with it.
 
     Attributes:
-        step: The training step.
+        step: The training step; None if unknown.
         metrics: Numbers by which to compare checkpoints.
         user: Anything else that JSON can hold.
         job: The random name of the job that saved the checkpoint in a run; empty if unknown.
@@ -86,7 +86,7 @@ class Notes:
 
     @classmethod
     def from_json(cls, data: bytes, uri: str) -> Notes:
-        """Parses the stored bytes of notes.
+        """Parses the stored bytes of notes; returns empty notes if there are no bytes.
 
         Raises:
             CheckpointCorruptError: If the bytes are not valid notes.
@@ -121,8 +121,9 @@ class Notes:
     def is_same_training(self, other: Notes) -> bool:
         """Returns whether ``other`` are the notes of a checkpoint of the same training as this one.
 
-        That is a checkpoint of the same job, or of an earlier job that this job continues, up to
-        the step from which the job after it continued.
+        That is a checkpoint of the same job; or one of an earlier job that this job continues, if
+        it is not after the step from which the next job continued. Checkpoints whose job is
+        unknown count as of the same job.
         """
         last = self.continues.get(other.job, -1)
         return other.job == self.job or (other.step is not None and other.step <= last)

@@ -127,7 +127,7 @@ class ObjectIndex:
     def find(
         self, offsets: Sequence[int], lengths: Sequence[int], items: Sequence[str]
     ) -> list[IndexItem]:
-        """Returns the entries of the items at these byte ranges of the object.
+        """Returns the entries of the items at these byte ranges of the object, in their order.
 
         Args:
             offsets: The items' first bytes in the object, envelopes included.

@@ -132,11 +132,11 @@ class Places:
                 content is unknown, and left out by :meth:`sources`.
             names: The names of the objects whose indexes are read, each with the name of an item in
                 the object, for errors; None for all objects.
-            stats: Counts the bytes read.
+            stats: Counts the bytes read; None to count them only for this call's events.
 
         Raises:
-            CheckpointCorruptError: If ``damaged`` raises it, as it does by default; or if an index
-                matches its checksum, but is invalid.
+            CheckpointCorruptError: If ``damaged`` raises it, as it does by default; or, unless
+                ``config.verify`` is False, if an index matches its checksum, but is invalid.
             StoreError: If the store refuses or stays unreachable.
         """
         names = {name: f"the index of {name}" for name in self._objects} if names is None else names

@@ -86,7 +86,8 @@ def relay(
         config: Options.
         stats: Transfer counters.
         moved: Called with the bytes copied since the last call, from any thread.
-        arrived: Called with the task of each completed copy, also if others fail.
+        arrived: Called, after the transfer, with the task of each copy that is complete and matches
+            its known checksum, also if others failed.
 
     Raises:
         CheckpointCorruptError: If an object is missing or was replaced.

@@ -84,8 +84,9 @@ def download(
         damaged: Called with the error of each request with damaged bytes, from any thread. If it
             does not raise, that request is not delivered, but the others are.
         shared: Fetches the ranges that other ranks need as well; it was created with the segments
-            of ``wanted``.
-        request_size: Most bytes of a request; by default it follows from ``wanted``.
+            of ``wanted``. None if this rank fetches all of them itself.
+        request_size: Most bytes of a request, unless a range that can't be divided is larger; None
+            to derive it from ``wanted``.
 
     Raises:
         CheckpointCorruptError: If bytes are missing, were replaced, or do not match their checksum
@@ -267,11 +268,19 @@ class Download:
         return even_share(total, self._config.most_connections)
 
     def fetch(self, request: Sequence[Segment]) -> None:
-        """Fetches the bytes of a request from the store, verifies and delivers them."""
+        """Fetches the bytes of a request from the store, verifies and delivers them.
+
+        Damaged bytes are not raised, but reported to the handler ``damaged`` of this download.
+        """
         self._land(request, functools.partial(self._receive, request))
 
     def read(self, request: Sequence[Segment], into: memoryview) -> None:
-        """Fetches the bytes of a request without verifying or delivering them."""
+        """Fetches the bytes of a request, also those between its segments, without verifying them.
+
+        Args:
+            request: The segments.
+            into: The memory for them, from the first byte of the first to the end of the last.
+        """
         self._receive(request, [into])
 
     def land(self, request: Sequence[Segment], data: memoryview) -> None:
@@ -356,6 +365,11 @@ def pack_requests(
     """Groups segments into requests, each for one object, in the order of their bytes.
 
     The objects have the order of their first segments.
+
+    Args:
+        segments: The segments.
+        limit: Most bytes of a request; only a segment that can't be cut may exceed it.
+        merge_gap: Segments of an object share a request if at most so many bytes are between them.
     """
     by_key: dict[str, list[Segment]] = {}
     for segment in segments:

@@ -120,7 +120,7 @@ class TaskGroup:
         self._error: BaseException | None = None
 
     def run(self, produce: Callable[[], None]) -> None:
-        """Calls `produce`, which submits tasks, and waits until all tasks have ended.
+        """Calls `produce`, which submits tasks, and waits until all tasks have ended; call it once.
 
         The first error, of a task or of `produce`, cancels the rest and is raised when every thread
         has stopped. The same holds for Ctrl-C at any time, except that a second one, while threads
@@ -161,7 +161,7 @@ class TaskGroup:
         A task must not submit another: if all waited to do so, no thread would be left to run any.
 
         Raises:
-            TransferCancelledError: If an earlier task has failed.
+            TransferCancelledError: If a task has failed, or :meth:`fail` was called.
         """
         with self._changed:
             while len(self._tasks) >= self._most_waiting and self._error is None:

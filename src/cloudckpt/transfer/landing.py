@@ -55,6 +55,12 @@ class BytesSink(Sink):
 
     Large items are memory-mapped, so that the system commits memory only as bytes arrive: damaged
     metadata may claim any size.
+
+    Attributes:
+        data: The bytes: a bytearray, or a memoryview of mapped memory for 1 MiB and more.
+
+    Raises:
+        MemoryError: If the memory can't be mapped.
     """
 
     __slots__ = ("data",)
@@ -195,9 +201,10 @@ class Segment:
     grain: int
 
     def cut(self, limit: int) -> tuple[Segment, Segment] | None:
-        """Splits the segment at the last permitted cut up to offset `limit` of the object.
+        """Returns the segment in two parts; None if it can't be cut at or before `limit`.
 
-        Returns None without such a cut.
+        Args:
+            limit: An offset in the object; the cut is at the last permitted offset up to it.
         """
         if self.grain == 0:
             return None

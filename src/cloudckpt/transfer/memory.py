@@ -141,8 +141,9 @@ def sharing_memory(
         entries: For each entry its owner, and the nonempty tensors in memory that it consists of.
 
     Returns:
-        The round of each entry that overlaps another one, directly or through others, by its
-        number in ``entries``.
+        For each entry that overlaps one of another owner, directly or through further entries, the
+        number of its round, from 0. The keys are the entries' numbers in ``entries``; an entry that
+        overlaps none of another owner has no key.
     """
     ranges: list[tuple[str, int, int, int]] = []
     for number, (_, tensors) in enumerate(entries):

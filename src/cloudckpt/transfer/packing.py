@@ -21,7 +21,10 @@ _ZEROS = bytes(ALIGNMENT)
 
 
 class Packer:
-    """Packs items into shared blocks; call `flush` before writing to the object by other means."""
+    """Copies items into shared blocks, and writes full blocks to an upload.
+
+    Call `flush` before anything else is written to the upload, and before it is closed.
+    """
 
     def __init__(self, upload: ObjectUpload, pool: MemoryPool) -> None:
         self._upload = upload

@@ -157,7 +157,7 @@ class PartCutter:
 
 
 def even_share(nbytes: int, connections: int, *, each: int = 4) -> int:
-    """Returns the bytes of a request if each connection sends `each`: 16 MiB to 64 MiB.
+    """Returns a request size with which each connection sends `each` requests; 16 to 64 MiB.
 
     A request costs about half a millisecond of Python, so requests are large; but a connection
     should send several, so that a fast connection can take over work from a slow one.
@@ -184,8 +184,8 @@ def choose_part_size(
         capabilities: The limits of the store.
         connections: The number of parts sent at a time.
         copied: The memory budget in bytes, if parts hold copies; None if not. A part then takes at
-            most a sixth of it, unless the store demands more: two parts are held back at a time,
-            and fragmentation wastes up to half of the pool.
+            most a sixth of it, or the store's minimum if that is more: two parts are held back at a
+            time, and fragmentation wastes up to half of the pool.
     """
     size = wanted or max(
         nbytes // _PARTS_AIMED_AT,

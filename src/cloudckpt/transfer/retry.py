@@ -63,7 +63,7 @@ class Retrier:
 
     @classmethod
     def for_cleanup(cls, policy: RetryPolicy) -> Retrier:
-        """Returns a retrier with few tries in at most 10 s, for clean-up after a failure."""
+        """Returns a retrier with at most 3 tries in 10 s, for clean-up after a failure."""
         attempts = min(policy.attempts or _CLEANUP_TRIES, _CLEANUP_TRIES)
         deadline = min(policy.deadline, 10.0)
         return cls(dataclasses.replace(policy, attempts=attempts, deadline=deadline))
@@ -75,8 +75,9 @@ class Retrier:
 
         Args:
             operation: The operation.
-            made: Called with the final failure, if a try may have been carried out; returns the
-                result of that try, or None. A request whose response was lost is refused when it is
+            made: Called with the final failure, if an earlier try may have been carried out without
+                a confirmation; returns the result of that try, or None if it has none, and the
+                failure is then raised. A request whose response was lost is refused when it is
                 repeated (the object exists, is locked, the upload is gone), although it has
                 succeeded.
 

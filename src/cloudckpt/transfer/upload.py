@@ -55,8 +55,8 @@ class ObjectUpload:
         info: The object in the store, once it is complete; None before.
         checksum: The checksum of the complete object, by ``algorithm``; None before, and if the
             store has copied the object and reports no checksum.
-        is_doubtful: Whether the store may have completed the object, or may do so later, without
-            having confirmed it.
+        is_doubtful: Whether a multipart upload failed when it was completed, but the store may have
+            completed the object nevertheless, or may do so later.
         algorithm: The algorithm of the checksums that are sent.
     """
 
@@ -390,10 +390,15 @@ def put_whole(
 def written(
     store: ObjectStore, key: str, attempt: str, size: int, policy: RetryPolicy
 ) -> ObjectInfo | None:
-    """Returns the object if ``attempt`` wrote it; None if not, or if the store does not answer.
+    """Returns the object at `key` if a certain write made it; None if not, or if a read fails.
 
-    An object of another size than `size` bytes does not count: some servers keep what arrived
-    before the connection broke.
+    Args:
+        store: The store.
+        key: The key.
+        attempt: The random name that the write has stored with the object.
+        size: The bytes that were sent. An object of another size does not count: some servers keep
+            what arrived before the connection broke.
+        policy: How often and how long to retry, with at most 3 tries in 10 s.
     """
     try:
         info = Retrier.for_cleanup(policy).call(lambda: store.written(key, attempt))
