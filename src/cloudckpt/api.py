@@ -87,16 +87,18 @@ def save(
 
     Args:
         state_dict: The state dict; of ``Stateful`` values, their ``state_dict()`` is saved.
-        checkpoint_id: ``s3://bucket/path`` or another location.
-        storage_writer: A writer of this package, instead of a new one for ``checkpoint_id``.
+        checkpoint_id: ``s3://bucket/path`` or another location; required without a writer.
+        storage_writer: A writer of this package; it saves to ``checkpoint_id`` if that is given,
+            too. None to make one with ``config`` and ``base``.
         planner: As in torch.
         process_group: As in torch.
         no_dist: As in torch.
         use_collectives: Must be True: all ranks commit together.
-        config: Options, unless a writer is given.
-        base: An earlier checkpoint in the same folder, unless a writer is given: data that it has
-            already is referenced and not sent again. Both saves need ``Config(incremental=True)``,
-            which uses the newest step as the base if none is given.
+        config: Options; by default those of the environment. Not together with a writer.
+        base: An earlier checkpoint in the same folder, which was saved with
+            ``Config(incremental=True)`` or a base: data that it has already is referenced and not
+            sent again. By default the newest step, if this save has ``Config(incremental=True)``.
+            Not together with a writer.
 
     Returns:
         The committed metadata. On ranks other than the one that committed, it is read on first
@@ -113,7 +115,7 @@ def save(
         CloudCheckpointError: The cause, if all ranks that failed did so for the same reason.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other; its ``committed`` says
-            whether the save is committed, if known, and no data that may be needed are deleted.
+            whether the save is committed, if known, and no data that may be needed is deleted.
     """
 
     def prepare() -> ToSave:
@@ -155,15 +157,18 @@ def load(
     Args:
         state_dict: The entries to load: its keys select them, its tensors receive them and
             determine how they are sharded.
-        checkpoint_id: ``s3://bucket/path`` or another location.
-        storage_reader: A reader of this package, instead of a new one for ``checkpoint_id``.
+        checkpoint_id: ``s3://bucket/path`` or another location; required without a reader.
+        storage_reader: A reader of this package; it loads from ``checkpoint_id`` if that is given,
+            too. None to make one with ``config`` and ``trust_pickle``.
         planner: As in torch.
         process_group: As in torch.
         no_dist: As in torch.
-        config: Options, unless a reader is given.
-        trust_pickle: Whether pickles in the checkpoint may run arbitrary code.
+        config: Options; by default those of the environment. Not together with a reader.
+        trust_pickle: Whether pickles in the checkpoint may run arbitrary code. A given reader has
+            its own setting.
         strict: Whether all keys of ``state_dict`` must be in the checkpoint and fit. If False, the
-            entries that fit are loaded, the others keep their values, and the report names them.
+            entries that fit are loaded, the others keep their values, and the report names them;
+            no ``planner`` may be given then.
 
     Returns:
         A report of what was loaded on this rank, and what was not. The first rank logs it if it

@@ -87,8 +87,8 @@ def save_file(
         if_absent: Write only if there is no object here.
         if_version: Write only if the object here still has this version, as returned by
             ``save_file`` or in ``load_file(uri).version``.
-        config: Options; by default those of the environment. With ``overwrite=False`` existing
-            objects are never replaced.
+        config: Options; by default those of the environment. With ``overwrite=False`` an existing
+            object is replaced only if ``if_version`` is given.
 
     Returns:
         The version of the object.
@@ -96,7 +96,8 @@ def save_file(
     Raises:
         InvalidURIError: If ``uri`` does not name a file.
         PreconditionFailedError: If the condition does not hold.
-        CheckpointExistsError: If there is an object and ``overwrite`` is off.
+        CheckpointExistsError: If there is an object, ``overwrite`` is off, and no condition is
+            given.
         ConfigError: If a condition is given, and the store is known or configured not to honour it;
             or if both conditions are given.
         TypeError: If ``data`` is a string, or anything else not listed above.
@@ -151,7 +152,7 @@ def load_file(
 
     Args:
         uri: ``s3://bucket/path`` or another location, of the object itself.
-        if_version: Fail unless the object has this version.
+        if_version: Fail unless the object has this version; None accepts any version.
         config: Options; by default those of the environment.
 
     Returns:

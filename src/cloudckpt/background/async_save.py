@@ -63,16 +63,16 @@ def async_save(
 
     Args:
         state_dict: The state dict; the ``state_dict()`` of each ``Stateful`` value is saved.
-        checkpoint_id: ``s3://bucket/path`` or another location.
+        checkpoint_id: ``s3://bucket/path`` or another location; required without a writer.
         storage_writer: A writer of this package; it saves to ``checkpoint_id`` if that is given,
-            too.
+            too. None to make one with ``config`` and ``base``.
         planner: As in torch.
         process_group: The ranks that save together; any backend works.
         async_checkpointer_type: Whether a thread or a separate process sends.
-        async_stager: A custom stager.
+        async_stager: A custom stager; None for cloudckpt's own.
         no_dist: As in torch.
         use_collectives: Must be on: all ranks commit together.
-        config: Options, if no writer is given.
+        config: Options; by default those of the environment. Not together with a writer.
         base: As in :func:`cloudckpt.save`.
 
     Returns:

@@ -4,8 +4,8 @@ The process is a separate interpreter, started by exec, without torch, a process
 trainer's script. The trainer's saving thread meets the other ranks, plans, lays out and commits;
 only the sending is handed over. So if the process dies or sends no heartbeat, this rank's send has
 failed: the ranks exchange that like any failure, nothing is committed, and this rank's next save
-starts another process. The trainer deletes the objects that the process left in the store under
-that attempt's names.
+starts another process. The trainer deletes the objects that the process has left in the store for
+that save.
 
 The process reads the staged copy, and the next save overwrites it. So no save releases the copy
 before its process has answered or ended.

@@ -68,16 +68,17 @@ class AsyncSaver:
         """Makes a saver; a collective call.
 
         Args:
-            process_group: The ranks that save together; default: all.
+            process_group: The ranks that save together; None for all.
             no_dist: Whether this process saves alone.
             kind: Whether a thread of the trainer or a separate process saves.
-            stager: A custom stager, which the saver does not close.
+            stager: A custom stager, which the saver does not close; None for cloudckpt's own.
             options: The options of background saves; default: ``BackgroundOptions()``.
             tells_failures: Whether a save's failure is also raised by the next call of
                 :meth:`save`, on all ranks, besides being set on its future.
-            on_failure: Called with the numbers of the failed saves and the error, which is then not
-                raised, by the next :meth:`save` or by :meth:`wait`. The arguments are the same on
-                all ranks; if it raises, it must do so on all of them.
+            on_failure: Called by the next :meth:`save`, or by :meth:`wait`, with the numbers of the
+                failed saves and the error, which these then do not raise; only if
+                ``tells_failures``. The arguments are the same on all ranks; if it raises, it must
+                do so on all of them.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:

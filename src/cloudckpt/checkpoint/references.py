@@ -172,7 +172,7 @@ class Hold:
         return Base(found, self.base.folder)
 
     def let_go(self, needed: Collection[str] = ()) -> None:
-        """Deletes the save's marks in all folders except those in ``needed``."""
+        """Deletes the save's marks in all folders except those in ``needed``; logs failures."""
         keys = [_mark_in(self._uri, one, self._attempt) for one in self.folders.difference(needed)]
         delete_quietly(self._store, keys, self._config.retry, threads=self._config.requests_at_once)
 

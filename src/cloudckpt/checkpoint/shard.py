@@ -53,7 +53,7 @@ __all__ = [
 def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredForm | None:
     """Returns how a strided tensor is stored; None if the index of an object can't describe it.
 
-    It then has to be stored as a pickle.
+    The tensor then has to be stored as a pickle.
     """
     around, code = envelope(dtype, shape), code_of(dtype)
     if code is None or max(len(around.head), len(around.tail)) > LONGEST_EDGE:

@@ -158,7 +158,8 @@ def pickle_in(data: bytes | bytearray, uri: str) -> memoryview:
         uri: The object, for messages.
 
     Raises:
-        CheckpointCorruptError: If it does not match its checksum; another writer's has none.
+        CheckpointCorruptError: If it does not match its checksum. Another writer's pickle has none,
+            and is returned unchecked.
     """
     if (trailer := Trailer.at_end_of(data, uri)) is None:
         return memoryview(data)

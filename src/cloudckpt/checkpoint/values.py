@@ -123,7 +123,8 @@ def load_item(
         data: The bytes of the item.
         item: The name of the item, for messages.
         uri: The checkpoint, for messages.
-        map_location: As in ``torch.load``.
+        map_location: As in ``torch.load``; None for the devices that the tensors in it were saved
+            from.
         trust: Whether its pickle may run any code.
 
     Raises:

@@ -224,7 +224,7 @@ class Content:
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
         """Changes :attr:`state` to ask for the ``PerRank`` values that the checkpoint has.
 
-        Which ones each rank loads, :attr:`PerRank.all` says.
+        :class:`PerRank` says which of them each rank loads.
 
         Args:
             metadata: The metadata of the checkpoint.
@@ -305,7 +305,7 @@ def _by_rank(
     Args:
         wanted: The paths of the ``PerRank`` values in the state dict to load.
         metadata: The metadata of the checkpoint.
-        structure: The keys and empty dicts that the metadata omit.
+        structure: The keys and empty dicts that the metadata omits.
 
     Returns:
         By the path of a ``PerRank`` and by rank: the names that the rank has saved, with the path

@@ -65,9 +65,9 @@ def shared_of_ranks(
     """Returns, for each rank, the items that it shares with other ranks, with random weights.
 
     Args:
-        groups: Groups of items that are the same part of the same name, by their numbers among the
+        groups: For each part of a name that several ranks have, the numbers of its copies among the
             items of all ranks.
-        ranks: The ranks that have the items of each group.
+        ranks: For each of these groups, the ranks of the copies, in the same order.
         starts: By rank, the number of its first item; the last entry is the number of all items.
     """
     by_set: dict[tuple[int, ...], list[Sequence[int]]] = {}
@@ -167,7 +167,7 @@ class Digests:
             self._add(item, _value(item, self.planner, lambda: data))
 
     def of_all(self, plan: SavePlan) -> list[Described]:
-        """Returns the digests of all items; asks the planner for data that were not added.
+        """Returns the digests of all items; asks the planner for data that was not added.
 
         Args:
             plan: The plan with the items that this rank writes.

@@ -40,7 +40,7 @@ E = TypeVar("E", bound="BaseException | None")
 
 
 def portable(error: E, uri: str | None) -> E | CheckpointError:
-    """Returns the error itself if it can be pickled, else a CheckpointError that describes it.
+    """Returns the error itself if it is None or can be pickled, else a CheckpointError for it.
 
     torch gathers the failures of all ranks by pickle. An unpicklable one would be raised on its own
     rank only and leave the other ranks waiting.

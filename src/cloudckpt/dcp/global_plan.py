@@ -48,7 +48,7 @@ def plan_together(
 
     Returns:
         The plan of all ranks; by rank, the numbers of the items of its plan that it writes; and by
-        rank, the items to compare with those of others.
+        rank, the items to compare with those of others, none without ``compares``.
 
     Raises:
         KeyCollisionError: If ranks have different types, shapes or paths under one name.

@@ -1,10 +1,11 @@
 """Incremental saves: do not send bytes that an earlier checkpoint of the run has.
 
 The coordinator protects the earlier checkpoint, the *base*, from deletion
-(:mod:`cloudckpt.checkpoint.references`), and the ranks report their last save to it. If that has
-made the base on all ranks, and the plan is not new, each rank remembers the locations of its own
-items; otherwise all ranks get the locations of all items of the base. Only this, the digests and
-the amount of data sent differ from other saves.
+(:mod:`cloudckpt.checkpoint.references`), and each rank reports to it which checkpoint the rank has
+saved last. If that is the base on all ranks, and the plan of this save is not new, each rank still
+has the locations of its own items in the base. Otherwise the coordinator sends the locations of all
+items of the base to all ranks. An incremental save differs from others only in this, in the digests
+that it stores, and in the amount of data that it sends.
 """
 
 from __future__ import annotations

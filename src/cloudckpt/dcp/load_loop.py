@@ -2,7 +2,7 @@
 
 The ranks meet four times:
 
-1. The first rank reads the metadata and broadcasts them with the terms of the load. A rank that
+1. The first rank reads the metadata and broadcasts it with the terms of the load. A rank that
    can't take part, or disagrees, goes on to the next meeting and reports it there.
 2. Once each rank has planned and located its bytes, all report that they are ready and which bytes
    they want, so that bytes wanted by several ranks leave the store once (``sharing``). If a rank is
@@ -62,7 +62,7 @@ def load_together(
         meeting: The meeting of the ranks.
         state_dict: The caller's state dict; loaded values that are not filled in place replace its
             own.
-        begin: Returns the reader, the planner, and the content to load.
+        begin: Returns the reader, the planner (None for a default one), and the content to load.
 
     Returns:
         The report of the load.
@@ -106,7 +106,7 @@ class _Terms(NamedTuple):
         begins: Whether the first rank can load.
         gathers: Whether the first rank needs the plans of all ranks.
         shares: Which ranks share their reads, see ``Config.shared_reads``.
-        metadata: The metadata that the first rank has read; None if each rank reads them itself, or
+        metadata: The metadata that the first rank has read; None if each rank reads it itself, or
             this process loads alone.
     """
 
@@ -143,7 +143,7 @@ class _Load:
         if type(planner) is DefaultLoadPlanner and self._uri is not None:
             planner = CloudLoadPlanner(self._uri, partial=planner.allow_partial_load)
         self._planner = planner
-        self._metadata = Metadata({})  # replaced by the metadata that are read
+        self._metadata = Metadata({})  # replaced by the metadata that is read
         self._plan = LoadPlan([])
         self._load: Load | None = None
         self._begun: set[str] = set()  # the names that an earlier try has begun to fill

@@ -81,8 +81,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         uri: The checkpoint, for messages.
         strict: Whether entries must fit those of the checkpoint; otherwise those that fit are
             loaded, and the others keep their values.
-        partial: Whether the checkpoint may lack entries, which then keep their values; None: if
-            ``strict`` is False.
+        partial: Whether the checkpoint may lack entries, which then keep their values; None: it may
+            if ``strict`` is False.
         logs: Whether to log conversions, replaced tensors, and the report of the load.
 
     Attributes:
@@ -444,7 +444,7 @@ def _why_not(value: Any, entry: Entry) -> str:
 
 
 def table_of(metadata: Metadata, uri: str) -> Table:
-    """Returns the table of a checkpoint's metadata; makes one if another package wrote them.
+    """Returns the table of a checkpoint's metadata; makes one if another package wrote it.
 
     Raises:
         CheckpointError: If the metadata has classes or values that torch's does not have.

@@ -281,8 +281,8 @@ class Load:
         """Fetches all items, verifies them as the options say, and passes them to the planner.
 
         Args:
-            shared: The reads that ranks share, from :meth:`segments` of each; makes this a
-                collective call.
+            shared: The reads that ranks share, made from the :meth:`segments` of each; this is then
+                a collective call. None to fetch all items on this rank alone.
 
         Raises:
             KeyCollisionError: If tensors that share memory have different values in the checkpoint.

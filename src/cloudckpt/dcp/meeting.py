@@ -271,6 +271,11 @@ class Meeting:
     def of(cls, process_group: dist.ProcessGroup | None, no_dist: bool) -> Meeting:
         """Returns the meeting of the ranks that torch would save with, given these two arguments.
 
+        Args:
+            process_group: The ranks; None for the default group. It is ignored if torch.distributed
+                is not initialized: this process is then alone.
+            no_dist: Whether this process is alone in any case.
+
         Raises:
             ConfigError: If this rank is not in the group.
         """
@@ -384,7 +389,7 @@ class Meeting:
         return cast(T, self.from_first(made))
 
     def from_first(self, value: T) -> T:
-        """Returns the first rank's value on all ranks; a collective call.
+        """Returns the first rank's value on all ranks, whose own is ignored; a collective call.
 
         Raises:
             ProcessGroupError: If a rank ended or a connection to it broke.

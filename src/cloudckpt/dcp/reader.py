@@ -126,8 +126,8 @@ class CloudStorageReader(OurReader):
             checkpoint_id: The location to load from; :meth:`reset` may change it later.
             config: Options; those not given are read from the environment.
             trust_pickle: Whether pickles in the checkpoint may run arbitrary code.
-            key_mapping: For models in safetensors files: maps a tensor's name in the files to its
-                name in the state dict, or to None to leave it out.
+            key_mapping: For models in safetensors files only: maps a tensor's name in the files to
+                its name in the state dict, or to None to leave it out. None keeps all names.
 
         Raises:
             InvalidURIError: If ``checkpoint_id`` is not a valid location.
@@ -200,6 +200,8 @@ class CloudStorageReader(OurReader):
         """Reads the metadata of the checkpoint.
 
         For checkpoints of cloudckpt, the mappings in the result create torch's objects on access.
+        torch's loader asks once more after a failure, with the argument ``rank``: that call returns
+        metadata whose entries raise the earlier error on access.
 
         Raises:
             CheckpointNotFoundError: If the store says that no committed checkpoint exists.
@@ -289,14 +291,14 @@ class CloudStorageReader(OurReader):
         return metadata
 
     def packed(self) -> bytes | Model:
-        """Returns the metadata that were read, for the readers of other ranks to :meth:`adopt`.
+        """Returns the metadata that was read, for the readers of other ranks to :meth:`adopt`.
 
-        They are pickled, or are the :class:`Model` if there is one instead of a checkpoint.
+        It is pickled, or is the :class:`Model` if there is one instead of a checkpoint.
         """
         return pickle.dumps(self._fetched) if self._model is None else self._model
 
     def adopt(self, packed: bytes | bytearray | memoryview | Model) -> Metadata:
-        """Takes over the metadata that another rank's reader has read, and returns them.
+        """Takes over the metadata that another rank's reader has read, and returns it.
 
         Args:
             packed: The result of :meth:`packed` on that rank.
@@ -467,7 +469,7 @@ class CloudStorageReader(OurReader):
 
 
 def committed_metadata(uri: CheckpointURI, config: Config, attempt: str) -> Metadata:
-    """Returns the metadata of another rank's committed save; they are read on first access.
+    """Returns the metadata of another rank's committed save; it is read on first access.
 
     Most callers drop the result of ``save``, so the metadata is not sent to all ranks. On first
     access, its mappings raise CheckpointReplacedError if another save has replaced the checkpoint,

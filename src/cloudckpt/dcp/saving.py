@@ -119,8 +119,9 @@ def digest_of(
             checksums.
 
     Returns:
-        The digest, and the checksums of the blocks; without ``algorithm``, none. The tensor may be
-        written to before it is sent; bytes that match these checksums are the bytes of the digest.
+        The digest, and the checksums of the blocks: ``()`` without ``algorithm``. Other code may
+        write to the tensor before it is sent; if the bytes sent match these checksums, they are
+        the bytes of the digest.
     """
     form, nbytes = type_prefix(tensor.dtype, tensor.shape), tensor.nbytes
     block = block_size_for(nbytes)

@@ -79,8 +79,9 @@ class CommitHook:
         """Called before each try of the commit request; an error fails the save on all ranks."""
 
     def before_commit(self, uri: str, metadata: Metadata) -> None:
-        """Called when all data are in the store, before the commit; an error fails the save on all
-        ranks.
+        """Called before the commit, once all data is in the store.
+
+        An error fails the save on all ranks.
 
         Args:
             uri: The checkpoint.
@@ -191,7 +192,7 @@ class CloudStorageWriter(OurWriter):
         Raises:
             ConfigError: If the notes can't be stored, an argument has the wrong type, or a variable
                 in the environment is invalid.
-            InvalidURIError: If ``checkpoint_id`` is not a valid checkpoint location.
+            InvalidURIError: If ``checkpoint_id`` or ``base`` is not a valid checkpoint location.
         """
         super().__init__()
         if not isinstance(commit_hook, (CommitHook, type(None))):
@@ -393,10 +394,10 @@ class CloudStorageWriter(OurWriter):
         Args:
             plan: The plan of this rank.
             planner: Provides the data.
-            expected: About how many bytes will be sent; None if unknown.
+            expected: About how many bytes will be sent; None to compute it from the plan.
             small: The small tensors whose data need not come from the planner, if they are known.
-            pending: The object to leave in the store if this trainer ends before the commit,
-                without the locations of the items.
+            pending: A template of the record that is left in the store if this trainer ends before
+                the commit; the sender adds the locations of the items. None to leave nothing.
         """
         uri, sending = str(self.uri), time.time()
         planned = sending - self._began  # torch's planning, as far as a writer sees it
