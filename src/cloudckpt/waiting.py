@@ -148,7 +148,12 @@ class _Lines:
                 self._failing.add(waiting)
 
     def end(self, waiting: Waiting, succeeded: float | None) -> None:
-        """Removes an operation that has ended, and notes when it succeeded; None if it failed."""
+        """Removes an operation that has ended.
+
+        Args:
+            waiting: The operation.
+            succeeded: When it succeeded, by the clock of the operations; None if it failed.
+        """
         with self._lock:
             self._waiting.discard(waiting)
             self._failing.discard(waiting)

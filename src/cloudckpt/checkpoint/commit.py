@@ -28,12 +28,12 @@ replacement:
   new checkpoint is intact, and objects of the old one may remain that no metadata names.
 - *The store carries out A's commit, and the answer is lost.* The retry is refused, because A itself
   has changed the version. So a try counts as failed only if the store itself says so
-  (``StoreError.certain``). Each commit has a random name, which the store keeps in the metadata of
-  ``.metadata``. After any other failure that name is read: if it is A's, the save has succeeded; if
-  the store has refused a try and the name is another writer's, B was faster.
+  (``StoreError.certain``). Each commit has a random name, which the store keeps as an attribute of
+  the object ``.metadata``. After any other failure that name is read: if it is A's, the save has
+  succeeded; if the store has refused a try and the name is another writer's, B was faster.
 - *A gateway answers 503, and A's commit is carried out seconds later.* Even if no commit object
-  exists yet, this can't be excluded: it raises :class:`CommitUnknownError`, and nothing that the
-  checkpoint would need is deleted.
+  exists yet, this can't be excluded: A raises :class:`CommitUnknownError`, and deletes nothing
+  that its checkpoint would need.
 - *A reader has the old metadata when step 5 deletes its objects.* It sees that the metadata was
   replaced and starts again (``transfer.retry.retry_if_replaced``); it never mistakes this for
   damage.

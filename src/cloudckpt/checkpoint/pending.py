@@ -36,11 +36,13 @@ class Pending:
     """The content of a pending object: one rank's part of a save that a later job can commit.
 
     Attributes:
-        save: A name that all ranks of this save share, and no other save has.
+        save: A text that identifies the save: the same on all of its ranks, another in every other
+            save.
         rank: The rank.
         ranks: How many ranks there are.
         job: The job that had claimed the run; empty if no job had.
-        attempt: A random name; that of the coordinator is the name of the save.
+        attempt: The random name that this rank's writer has drawn; that of the coordinator becomes
+            the random name of the checkpoint.
         plan: The rank's items: the bytes of a record without locations.
         record: Their locations: the bytes of a record without a table and without objects.
         notes: The notes for the checkpoint.

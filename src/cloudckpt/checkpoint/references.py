@@ -13,10 +13,10 @@ its commit it removes the marks that it does not need, and leaves the others unt
 deleted or replaced.
 
 **Deleting** (:func:`release`). The checkpoint's commit object has been deleted or replaced
-*before*. Then its marks in other folders are deleted, if they name its folder. Then, for each
-folder that has objects of it, the marks are listed. The mark of a committed save protects what that
-save names; any other mark protects everything. An object that no mark protects, and that the
-folder's commit object does not name, is deleted.
+*before*. Then its marks in other folders are deleted, if they name this checkpoint's own folder.
+Then, for each folder that has objects of the checkpoint, the marks are listed. The mark of a
+committed save protects what that save names; any other mark protects all objects in its folder. An
+object that no mark protects, and that the folder's commit object does not name, is deleted.
 
 What this rules out, with a save N whose base is B, and an object of the older A that B refers to:
 

@@ -161,7 +161,7 @@ class Memory(Protocol):
         """Returns the offset of an address in the state's buffer; None if it is outside."""
 
     def put(self, view: memoryview, owner: object) -> tuple[int, int]:
-        """Takes bytes, which ``owner`` keeps alive; returns their buffer's number, and offset."""
+        """Takes bytes that ``owner`` keeps alive; returns a buffer's number, and their offset."""
 
     def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Takes a tensor's elements, in row-major order; returns the same as :meth:`put`."""

@@ -159,7 +159,7 @@ def remember(members: dist.ProcessGroup | None, writer: CloudStorageWriter, atte
 def _remembered(
     members: dist.ProcessGroup | None, uri: CheckpointURI
 ) -> tuple[CheckpointURI, Base] | None:
-    """Returns the last step that these ranks have saved beside ``uri``, and its items, or None."""
+    """Returns the last step that these ranks saved beside ``uri``, and its items; None if none."""
     with _lock:
         return _bases.get(_steps(members, uri))
 

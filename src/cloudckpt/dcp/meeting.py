@@ -125,7 +125,7 @@ class RankStatus(NamedTuple):
         return ", ".join(option for option in self.options if option not in other.options)
 
     def difference(self, first: RankStatus, rank: int) -> CloudCheckpointError | None:
-        """Returns the error if this status, of ``rank``, contradicts the first rank's, or None."""
+        """Returns an error if this status, of ``rank``, contradicts the first rank's; else None."""
         error_class: type[CloudCheckpointError] = ConfigError
         if self.version != first.version:
             setting, mine, theirs = "cloudckpt", self.version, first.version

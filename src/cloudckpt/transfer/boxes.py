@@ -40,7 +40,7 @@ def aligned(position: int, to: int = ALIGNMENT) -> int:
 
 
 def padding(position: int, to: int = ALIGNMENT) -> int:
-    """Returns the number of bytes from `position` to the next multiple of `to`."""
+    """Returns the number of bytes from `position` to the next multiple of `to`; 0 at a multiple."""
     return -position % to
 
 

@@ -223,7 +223,8 @@ class Download:
     """Fetches requests on its threads, verifies and delivers them; the first failure stops all.
 
     Most callers need only :func:`download`; this class is for callers that get some bytes in
-    another way.
+    another way. Its ``run``, ``submit``, ``fail`` and ``cancellation`` are those of its
+    :class:`TaskGroup`. Call its other methods in tasks of this group, or within ``run``.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the offsets, in its storage, of a nonempty tensor's first byte and its end."""
+    """Returns where a nonempty tensor's memory begins and ends in its storage, in bytes."""
     itemsize = tensor.itemsize
     first = int(tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():  # the usual case, and small tensors may be many

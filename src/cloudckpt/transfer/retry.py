@@ -44,6 +44,13 @@ class Retrier:
     to scale up. The pauses are drawn between ``base`` and three times the previous pause, up to
     ``cap`` (decorrelated jitter); a longer pause that the store asks for is observed, up to a
     minute. Long waits are logged (:mod:`cloudckpt.waiting`). A cancellation ends the wait at once.
+
+    Args:
+        policy: The deadline, the pauses, and how many tries there may be.
+        cancellation: Ends the retries; None if nothing does.
+        on_retry: Called with each failure that is retried.
+        clock: Returns the seconds of a monotonic clock.
+        draw: Returns a random number between two others, as the next pause.
     """
 
     def __init__(

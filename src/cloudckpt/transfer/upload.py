@@ -293,7 +293,10 @@ class ObjectUpload:
         self.abort()
 
     def _look(self, attempt: str, checksum: int | None) -> ObjectInfo | None:
-        """Returns the object if this attempt wrote it, with this checksum if known; else None."""
+        """Returns the object if this attempt wrote it; else None.
+
+        If both checksums are known, that given and that of the object, they must be equal, too.
+        """
         info = written(self._store, self.key, attempt, self.position, self._retrier.policy)
         known = None if info is None else info.checksum
         return info if checksum is None or known in (None, checksum) else None

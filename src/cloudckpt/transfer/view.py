@@ -55,7 +55,7 @@ class View:
             return self.retrier.call(lambda: store.look(key))
 
     def read(self, key: str, *, limit: int) -> bytearray:
-        """Returns the content of an object of at most `limit` bytes."""
+        """Returns the content of an object; raises ObjectTooLargeError above `limit` bytes."""
         with self.asking() as store:
             return self.retrier.call(lambda: store.get(key, limit=limit))[0]
 
