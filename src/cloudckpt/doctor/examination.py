@@ -40,9 +40,9 @@ def examine(
     Args:
         location: Where checkpoints will be, for example ``s3://bucket/run``.
         config: Options; by default those of the environment.
-        size: Bytes of the object that measures the speed, up to 1 GiB.
+        size: Bytes of the object that measures the speed, from 1 to 2**30.
         read_only: Whether to write nothing, for users that may only load.
-        patience: Seconds after which a check is interrupted and counts as failed.
+        patience: Seconds, more than 0, after which a check is interrupted and counts as failed.
         tell: Called with each finding as soon as there is one.
 
     Returns:

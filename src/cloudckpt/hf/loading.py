@@ -82,7 +82,7 @@ def load(
             such tensors keep their values, for example tied weights, which most models store once.
         process_group: The ranks that load; None for all.
         no_dist: Whether this process loads alone.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Returns:
         The names that were loaded, missing, unexpected, or converted.

@@ -80,7 +80,7 @@ def save(
             ``max_shard_size``. It has to have all tensors.
         process_group: The ranks that save; None for all.
         no_dist: Whether this process saves alone.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Raises:
         InvalidURIError: If ``uri`` is not a valid location, or that of a single file.
@@ -143,7 +143,7 @@ class SafetensorsWriter(OurWriter):
     the bucket deletes them; on a disk, ``cloudckpt.sweep`` does.
 
     Attributes:
-        transferred: The bytes and requests that this rank sent in the last save.
+        transferred: The bytes and requests that this rank sent in the last save; None before it.
         failure: The error of the last save, the same on all ranks; None if it succeeded.
     """
 

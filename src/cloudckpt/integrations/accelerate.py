@@ -87,7 +87,7 @@ def save_state(
         max_to_keep: How many of the newest checkpoints named ``step-<step>`` in the same folder are
             kept, including the new one; None keeps all. The checkpoint that this job loaded also
             stays, and so do steps of other trainings.
-        config: Options; None for those given to ``install``.
+        config: Options; None for those given to ``install``, else of the environment.
 
     Raises:
         ConfigError: If DeepSpeed or Megatron-LM, which write files of their own, hold the state; if
@@ -132,7 +132,7 @@ def load_state(accelerator: Any, uri: URILike, *, config: Config | None = None) 
     Args:
         accelerator: The ``Accelerator``, with models and optimizers prepared as at the save.
         uri: The location of the checkpoint.
-        config: Options; None for those given to ``install``.
+        config: Options; None for those given to ``install``, else of the environment.
 
     Raises:
         MissingKeyError: If the checkpoint lacks a prepared or registered object.

@@ -76,7 +76,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """
         Args:
             args: Arguments of fsspec's ``AbstractFileSystem``.
-            config: Options; by default those given to ``cloudckpt.install``.
+            config: Options; None for those given to ``cloudckpt.install``, else those given to
+                :func:`register`, else those of the environment.
             options: Options of fsspec's ``AbstractFileSystem``.
         """
         super().__init__(*args, **options)

@@ -265,7 +265,8 @@ class TrainerOnStores(_OnStores):
         """
         Args:
             *args: Arguments of Lightning's strategy.
-            config: Options for saving and loading.
+            config: Options for saving and loading; None for those given to ``install``, else of
+                the environment.
             asynchronous: Whether a save stages the state and continues in the background. A failure
                 is then raised by the next save, or at the end of training, on all ranks.
             **kwargs: Keyword arguments of Lightning's strategy.
@@ -390,7 +391,8 @@ class PluginOnStores(_OnStores):
     def __init__(self, config: Config | None = None, *, asynchronous: bool = False) -> None:
         """
         Args:
-            config: Options for saving and loading.
+            config: Options for saving and loading; None for those given to ``install``, else of
+                the environment.
             asynchronous: Whether a save stages the state and continues in the background; only for
                 the Trainer, which waits for it at the end. A failure is then raised by the next
                 save, or at the end of training.

@@ -53,7 +53,8 @@ def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
 
     Args:
         uri: The folder of the runs, for example ``s3://bucket/runs``.
-        config: Options of the file system; None for those given to ``install``.
+        config: Options of the file system; None for those given to ``install``, else of the
+            environment.
 
     Raises:
         InvalidURIError: If ``uri`` is not a valid location, or not in a cloud: then pass the path

@@ -93,7 +93,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 continues, and the files stay on the local disk. If the ranks lose contact with each
                 other, the error is always raised.
             step_name: The pattern of the checkpoints' folder names.
-            config: Options for saving and loading; None for those given to ``install``.
+            config: Options for saving and loading; None for those given to ``install``, else of
+                the environment.
 
         Raises:
             ConfigError: If an option is invalid.

@@ -76,7 +76,7 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
         uri: The location of the checkpoint.
         wait: Maximum seconds to wait for saving processes that are still sending. With 0, the
             checkpoint is committed only if all data was sent already.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Raises:
         CheckpointNotFoundError: If the location has neither a checkpoint nor data of a save.

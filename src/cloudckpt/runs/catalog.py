@@ -50,7 +50,7 @@ class CheckpointSummary:
         uri: The location of the checkpoint.
         step: The step of the checkpoint; None if its folder is not named like a step.
         is_committed: Whether the checkpoint is committed. If not, its save is in progress, or was
-            killed.
+            killed; or it was deleted, except for objects that others need (``is_referred_to``).
         is_pending: Whether the checkpoint is uncommitted, and saving processes whose trainers have
             ended are sending its data, or have sent it. When all data is sent, the next job's
             ``restore()`` or ``cloudckpt recover`` commits it.
@@ -89,7 +89,7 @@ def list_checkpoints(
     Args:
         run: The folder of the run, for example ``s3://bucket/run``.
         step_name: The pattern of the checkpoints' folder names.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
@@ -102,7 +102,7 @@ def list_checkpoints(
 def latest(
     run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> str | None:
-    """Returns the URI of a run's newest committed checkpoint; None if no checkpoint is committed.
+    """Returns the URI of a run's newest committed checkpoint; None if there is none.
 
     Abandoned steps are skipped (:mod:`cloudckpt.runs.line`), and so are steps whose notes are
     damaged, which is logged. A call takes one request per thousand folders, one for the claim of
@@ -113,7 +113,7 @@ def latest(
     Args:
         run: The folder of the run, for example ``s3://bucket/run``.
         step_name: The pattern of the checkpoints' folder names.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
@@ -168,7 +168,7 @@ class Run:
         Args:
             run: The folder of the run.
             step_name: The pattern of the checkpoints' folder names.
-            config: Options.
+            config: Options; None reads them from the environment.
             view: The view through which the store is read; None to make one at each use.
         """
         self.root = CheckpointURI.parse(run)

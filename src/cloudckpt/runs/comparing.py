@@ -92,7 +92,7 @@ def diff(
         first: The location of a checkpoint, for example ``s3://bucket/path``.
         second: The location of the other checkpoint, possibly in another cloud.
         pattern: The names of the entries to compare; ``*`` stands for any text.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Returns:
         The comparison of each entry; ``are_same`` says whether all of them are the same.

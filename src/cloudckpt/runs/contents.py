@@ -95,7 +95,7 @@ def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents
 
     Args:
         uri: The location of the checkpoint, for example ``s3://bucket/path``.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Raises:
         InvalidURIError: If ``uri`` is not a valid location.

@@ -85,7 +85,7 @@ def copy(
             ``Config.overwrite`` of the target's options.
         step_name: Of a run, copy only folders named by this pattern, such as ``"step-{step}"``;
             None copies all.
-        config: Options.
+        config: Options; None reads them from the environment.
         target_config: Options for the target, if they differ, for example in the endpoint; None
             uses ``config``.
         process_group: The ranks that divide the checkpoints of a run among themselves; all of them
@@ -227,7 +227,7 @@ def detach(
 
     Args:
         checkpoint_id: The location of the checkpoint, for example ``s3://bucket/path``.
-        config: Options.
+        config: Options; None reads them from the environment.
         progress: Called with the bytes copied so far and the bytes to copy in all, from any thread.
 
     Returns:

@@ -40,13 +40,13 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
 
     Args:
         uri: The location of the checkpoint, for example ``s3://bucket/path``.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Raises:
         InvalidURIError: If ``uri`` is not a valid location.
         CheckpointNotFoundError: If the location has no committed checkpoint.
-        CheckpointReplacedError: If another save has replaced the checkpoint meanwhile; the new
-            checkpoint is not deleted.
+        CheckpointReplacedError: If the checkpoint was replaced or deleted meanwhile; a new one is
+            not deleted.
         StoreError: If the store refuses or stays unreachable.
     """
     delete_at(CheckpointURI.parse(uri), config_or_default(config))
@@ -123,7 +123,7 @@ def delete_run(
 
     Args:
         run: The folder of the run.
-        config: Options.
+        config: Options; None reads them from the environment.
         deleted: Called with the URI of each checkpoint when its commit object is deleted.
 
     Raises:

@@ -258,8 +258,8 @@ class CheckpointManager(ClosedAtExit):
 
         It would if the step is due by the save interval and newer than the step that this manager
         has saved or restored last; or if the job is about to end, the final save was not made yet,
-        and the step is not that one. A step whose background save failed counts as saved until the
-        failure is reported.
+        and the step is not the one saved or restored last. A step whose background save failed
+        counts as saved until the failure is reported.
 
         Raises:
             ClosedError: If the manager was closed.

@@ -81,7 +81,7 @@ def prune(
             if the rules still do not keep them. None deletes all that the rules do not keep.
         dry_run: Whether to delete nothing, and only return what would be deleted.
         step_name: The pattern of the checkpoints' folder names.
-        config: Options.
+        config: Options; None reads them from the environment.
         deleted: Called with the URI of each checkpoint when its commit object is deleted.
 
     Returns:

@@ -176,13 +176,13 @@ class Retention:
         return all(rule is None for rule in rules)
 
     def unneeded(self, committed: Collection[int], scores: Mapping[int, float]) -> list[int]:
-        """Returns the steps that no rule but ``keep_younger_than`` may keep, oldest first.
+        """Returns the steps that no rule keeps, oldest first, without regard to their ages.
 
-        The caller compares their ages with ``keep_younger_than``.
+        The caller keeps those of them that ``keep_younger_than`` keeps.
 
         Args:
             committed: The committed steps.
-            scores: The scores of the steps that have one, if there is a ``best_metric``.
+            scores: The scores of the steps that have one; empty without a ``best_metric``.
         """
         if self.keeps_all or not committed:
             return []

@@ -85,7 +85,7 @@ def find_leftovers(
         run: The folder of a run, or any other folder; all objects beneath it are examined.
         older_than: The minimum age of a leftover in seconds; choose less than a day only if no job
             is saving there.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
@@ -114,7 +114,7 @@ def sweep(
             is saving there.
         only: The result of :func:`find_leftovers` that a user has confirmed: only these leftovers
             are deleted. None deletes all.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.

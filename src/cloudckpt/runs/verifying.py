@@ -63,7 +63,7 @@ def verify(
 
     Args:
         uri: The location of the checkpoint, for example ``s3://bucket/path``.
-        config: Options.
+        config: Options; None reads them from the environment.
         process_group: The ranks that divide the objects among themselves; all of them must call
             this function. None: this process reads alone.
         progress: Called with the bytes that this rank has read so far and the bytes that it will

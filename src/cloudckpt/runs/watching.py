@@ -54,7 +54,7 @@ def watch(
             if the caller has not taken all checkpoints of the previous one.
         start: The first step to yield; ``"latest"`` for the step that is newest at the first poll.
         step_name: The pattern of the checkpoints' folder names.
-        config: Options.
+        config: Options; None reads them from the environment.
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.

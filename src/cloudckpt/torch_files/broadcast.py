@@ -78,7 +78,8 @@ class BroadcastingTorchSaveReader(OurReader):
 
     Attributes:
         checkpoint_id: The location of the file, as a string; None if none was given.
-        transferred: The bytes and requests that this rank received in the last load.
+        transferred: The bytes and requests of this rank's last read of the file; None on ranks that
+            did not read it.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class BroadcastingTorchSaveReader(OurReader):
         Args:
             checkpoint_id: The location of the file, if it is not passed to ``load``.
             coordinator_rank: Not used: the rank that coordinates the load reads the file.
-            config: Options.
+            config: Options; None reads them from the environment.
             trust_pickle: Whether the file's pickle may run any code.
 
         Raises:

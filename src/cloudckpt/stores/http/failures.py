@@ -67,7 +67,7 @@ def lasting_tls_failure(
     Args:
         error: The exception.
         host: The server, for messages.
-        bundle: The file or folder of CA certificates, if known.
+        bundle: The file or folder of CA certificates; None if it is not known.
     """
     chain = list(causes(error))
     if (unread := _unread_file(chain)) is not None:
