@@ -164,8 +164,8 @@ def load(
         process_group: As in torch.
         no_dist: As in torch.
         config: Options; by default those of the environment. Not together with a reader.
-        trust_pickle: Whether pickles in the checkpoint may run arbitrary code. A given reader has
-            its own setting.
+        trust_pickle: Whether pickles in the checkpoint may run arbitrary code. Not together with a
+            reader, which has its own setting.
         strict: Whether all keys of ``state_dict`` must be in the checkpoint and fit. If False, the
             entries that fit are loaded, the others keep their values, and the report names them;
             no ``planner`` may be given then.

@@ -87,6 +87,11 @@ class CloudCheckpointWriter(CheckpointWriter):
 
         Besides the state it takes ``memory_budget`` bytes (64 MiB by default).
 
+        Args:
+            path: The location; the object is ``checkpoint_{rank}.pt`` beneath it.
+            state_dict: The state of this rank.
+            **kwargs: Passed to the commit hook.
+
         Returns:
             None, as the state is in the store by then.
 
@@ -154,7 +159,7 @@ class CloudCheckpointReader(CheckpointReader):
         bytes (64 MiB by default).
 
         Args:
-            path: The location.
+            path: The location; the object is ``checkpoint_{rank}.pt`` beneath it.
             state_dict: The entries to read: tensors are filled in place, and an entry that is None
                 becomes the file's value. If the argument is None, everything is read.
             map_location: As in ``torch.load``; with a ``state_dict``, "cpu" by default.

@@ -98,8 +98,8 @@ def save_file(
         PreconditionFailedError: If the condition does not hold.
         CheckpointExistsError: If there is an object, ``overwrite`` is off, and no condition is
             given.
-        ConfigError: If a condition is given, and the store is known or configured not to honour it;
-            or if both conditions are given.
+        ConfigError: If a condition is given or ``overwrite`` is off, and the store is known or
+            configured not to honour conditions; or if both conditions are given.
         TypeError: If ``data`` is a string, or anything else not listed above.
         OSError: If the local file can't be read.
         StoreError: If the store refuses the request or stays unreachable.

@@ -90,7 +90,10 @@ class Waiting:
             self._tell(str(why), now)
 
     def is_silent(self, seconds: float) -> None:
-        """Notes that the try under way has moved no byte for `seconds`; logs it from ten on."""
+        """Notes that the try under way has moved no byte for `seconds`.
+
+        It is logged if these are at least ``FIRST_LINE``, unless a line was logged shortly before.
+        """
         if seconds >= FIRST_LINE:
             _lines.failing(self)
             self._tell(f"{self._request}: no byte has moved for {seconds:.0f} s", self._clock())

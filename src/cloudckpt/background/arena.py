@@ -52,7 +52,7 @@ class Arena:
             pin: Whether to lock the pages for an accelerator.
 
         Raises:
-            StagingMemoryError: If there is not enough memory.
+            StagingMemoryError: If there is not enough memory, or it can't be locked.
         """
         _check_available(size)
         try:

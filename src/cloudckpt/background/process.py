@@ -111,7 +111,7 @@ class SaveProcess:
         return ProcessSender(self, arena, self._options.outlive > 0)
 
     def close(self, timeout: float) -> None:
-        """Ends the process, by force if it does not end within ``timeout`` seconds."""
+        """Ends the process, by force if it does not end within ``timeout`` seconds; 0: at once."""
         with self._lock:
             self._closed = True
             worker = self._worker

@@ -105,8 +105,9 @@ class Stager(AsyncStager):
     checkpoint can't mix two steps, which torch's own persistent stager does not prevent.
 
     Memory: about one copy of the staged state dict. It is allocated anew when the state dict
-    outgrows it or shrinks below half of it. If tensors are on CUDA, it is pinned unless
-    ``pin_memory`` is False; :meth:`stage` waits for the current stream, which fills it.
+    outgrows it or, if it is above 16 MiB, shrinks below half of it. If tensors are on CUDA, it is
+    pinned unless ``pin_memory`` is False; :meth:`stage` waits for the current stream, which fills
+    it.
     """
 
     _synchronize_after_execute = False

@@ -94,7 +94,8 @@ def numbers_in(
 ) -> torch.Tensor:
     """Returns ``count`` little-endian numbers of a type, from byte ``start`` of a writable buffer.
 
-    The result shares the buffer's memory if ``start`` is a multiple of the size of a number.
+    The result shares the buffer's memory if ``start`` is a multiple of the size of a number;
+    otherwise it is a copy.
     """
     if not count:
         return torch.empty(0, dtype=dtype, device="cpu")
@@ -103,10 +104,10 @@ def numbers_in(
 
 
 def pack_columns(columns: Iterable[torch.Tensor]) -> bytes:
-    """Packs int64 columns: for each, a byte with the width of its differences, and then these.
+    """Packs int64 columns: for each, a byte with the size of its differences, and then these.
 
     A difference is that of a number from the one before it, or from 0 for the first. Differences
-    are little-endian, and all of a column are equally wide.
+    are little-endian; all of a column have the same size: 1, 2, 4 or 8 bytes.
     """
     return b"".join(map(_packed, columns))
 

@@ -37,7 +37,7 @@ class Notes:
     Attributes:
         step: The training step; None if unknown.
         metrics: Numbers by which to compare checkpoints.
-        user: Anything else that JSON can hold.
+        user: Any other data that JSON can hold; all keys are strings.
         job: The random name of the job that saved the checkpoint in a run; empty if unknown.
         continues: The earlier jobs whose training this job continues, the earliest first: the
             random name of each, with the step from which the job after it continued.

@@ -93,7 +93,7 @@ class Hold:
     Attributes:
         base: The location of the base.
         commit: The commit object of the base.
-        folders: The folders that carry a mark of the save.
+        folders: The names of the folders that carry a mark of the save.
     """
 
     base: CheckpointURI

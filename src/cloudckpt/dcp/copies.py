@@ -54,8 +54,8 @@ _logged: set[str] = set()  # the keys that this process has logged already
 
 
 Shared = list[tuple[int, list[int]]]
-"""The items of a rank that other ranks have, too, in sets by the ranks that have them: the weight
-of this rank in each set, and the numbers of its items in the rank's own plan.
+"""The items that a rank shares with others, with an entry for each set of ranks that share items:
+the weight of this rank in the set, and the numbers of the shared items in its own plan.
 """
 
 

@@ -443,6 +443,8 @@ class CloudStorageWriter(OurWriter):
                 gone.
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store's answers leave open whether the commit took place.
+            ConfigError: If the store does not honour conditional writes, which are not turned off.
+            StoreError: If the commit did not take place, and will not.
         """
         reported: list[Report] = [of_rank[0].storage_data for of_rank in results if of_rank]
         uri, written = str(self.uri), [one.record for one in reported]

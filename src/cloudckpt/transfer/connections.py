@@ -153,6 +153,8 @@ class _Window:
 class LaneSearch:
     """Searches for the best number of lanes while a transfer runs, from measurements passed to it.
 
+    A lane is a thread with a connection.
+
     Attributes:
         lanes: The number of lanes that should be in use now.
         each: The rate of a lane when only its connection limits it, in bytes per second; None as

@@ -393,7 +393,7 @@ def put_whole(
 def written(
     store: ObjectStore, key: str, attempt: str, size: int, policy: RetryPolicy
 ) -> ObjectInfo | None:
-    """Returns the object at `key` if a certain write made it; None if not, or if a read fails.
+    """Returns the object at `key` if one particular write made it; None if not, or if a read fails.
 
     Args:
         store: The store.
