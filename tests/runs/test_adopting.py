@@ -126,7 +126,7 @@ def test_the_steps_of_a_job_that_has_claimed_the_run_since_stay_as_they_are(tmp_
     with managed(step.parent, adopt_wait=0.0) as manager:
         assert manager.restore({"bias": torch.zeros(7)}) == 1
         manager.save(3, values_at(3))
-    with pytest.raises(IncompleteSaveError, match="another job has claimed the run"):
+    with pytest.raises(IncompleteSaveError, match="no longer belongs to the job"):
         adopt(step)
     assert restored(step.parent) == 3
     cloudckpt.sweep(step.parent, older_than=0)

@@ -480,7 +480,7 @@ def test_a_job_begins_from_a_part_of_another_run_or_checkpoint(run, caplog) -> N
         assert manager.restore(found, keys="step") == 5
         assert (value(found), found["step"]) == (0, 5)
     cloudckpt.copy(base, run)
-    assert "may write to: another job has claimed this run" in caplog.text
+    assert "has begun to save there itself" in caplog.text
 
 
 def test_a_step_is_restored_that_is_being_saved(run) -> None:

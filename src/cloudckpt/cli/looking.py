@@ -107,7 +107,8 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
         print(", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts)) or "empty")
     if comparison.are_same is None:
         fail(
-            f"{counts['unknown']} entries can't be compared by their checksums, so they may differ",
+            f"{counts['unknown']} entries can't be compared by their checksums (verdict: unknown), "
+            "so they may differ: load both checkpoints to compare them",
             _TROUBLE,
         )
     raise typer.Exit(_SAME if comparison.are_same else _DIFFERENT)

@@ -190,9 +190,7 @@ def best(
     folder = Run(run, step_name=step_name, config=call.config)
     result = best_step(folder, Retention(best_metric=metric, best_mode=mode))
     if result is None:
-        what = (
-            f"no committed checkpoint of this run has the metric {metric!r}: see cloudckpt inspect"
-        )
+        what = f"no committed checkpoint here has the metric {metric!r}: see cloudckpt inspect"
         raise CheckpointNotFoundError(what, uri=run)
     step, score = result
     uri = str(folder.uri(step))
@@ -263,6 +261,7 @@ def rm(call: Call, locations: list[str], *, recursive: bool = False) -> None:
     if missing:
         what = "there is no committed checkpoint to delete: check the location"
         what += "" if recursive else "; to delete a whole run, give --recursive"
+        what += "; for what an interrupted save has left, use cloudckpt sweep"
         raise CheckpointNotFoundError(what, uri=", ".join(missing))
 
 

@@ -139,7 +139,7 @@ class ModelCommit:
         if self._older and not self._config.overwrite:
             raise CheckpointExistsError(
                 "a model, or a part of one, already exists here, and overwrite is off: delete it, "
-                "or save to another location",
+                "save to another location, or set Config(overwrite=True)",
                 uri=str(self._uri),
             )
         trial, setting = trial_name(random_suffix()), self._config.conditional_writes

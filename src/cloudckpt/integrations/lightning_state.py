@@ -242,7 +242,7 @@ class FabricOnStores(_OnStores):
                     state[key] = saved
             elif strict:
                 raise MissingKeyError(
-                    f"{key!r} is not in the checkpoint, which has the values {sorted(values)}; "
+                    f"{key!r} is not in the checkpoint (its other values: {sorted(values)}); "
                     "leave it out of the state, or pass strict=False",
                     uri=uri,
                     item=key,

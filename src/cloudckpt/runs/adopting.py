@@ -327,7 +327,7 @@ class Adoption:
         run_after(self._hook, uri, manifest.metadata)
 
     def _of_another_job(self) -> IncompleteSaveError:
-        return self._incomplete("another job has claimed the run since this data was saved")
+        return self._incomplete("the run no longer belongs to the job that saved this data")
 
     def _incomplete(self, why: str, advice: str = _NEXT) -> IncompleteSaveError:
         text = f"this checkpoint can't be committed: {why}. {advice}"

@@ -102,7 +102,7 @@ def copy_claim(origin: Run, goal: Run) -> None:
         return
     try:
         if theirs is not None and "copied" not in theirs.document:
-            raise _taken(goal, theirs)
+            raise CheckpointConflictError(f"{theirs.process} has begun to save there itself")
         _put_claim(goal, {**ours.document, "copied": True}, theirs)
     except (AccessDeniedError, CheckpointConflictError) as error:
         logger.warning(

@@ -76,8 +76,8 @@ def delete_at(
         fetched = retrier.call(partial(fetch, store, commit))
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(
-            "there is no committed checkpoint to delete; use cloudckpt sweep for what an "
-            "interrupted save has left, and cloudckpt rm --recursive for a whole run",
+            "there is no committed checkpoint to delete: check the location; cloudckpt sweep "
+            "deletes what interrupted saves have left, and cloudckpt rm --recursive a whole run",
             uri=str(location),
         ) from error
     gone = trusted(fetched, store.uri(commit))
@@ -90,8 +90,8 @@ def delete_at(
         retrier.call(delete_commit)
     except PreconditionFailedError as error:
         raise CheckpointReplacedError(
-            "the checkpoint was replaced or deleted after this deletion began; if there is a new "
-            "checkpoint here, it was not deleted",
+            "the checkpoint was replaced or deleted after this deletion began; a new checkpoint "
+            "here was kept: delete it if it is unneeded",
             uri=str(location),
         ) from error
     deleted()

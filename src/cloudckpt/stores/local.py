@@ -408,12 +408,8 @@ class LocalStore(ObjectStore):
                     certain=True,
                 ) from exc
             if os.path.isdir(key):
-                raise InvalidRequestError(
-                    "a folder has the name of this file; choose another location",
-                    uri=self.uri(key),
-                    cause=exc,
-                    certain=True,
-                ) from exc
+                why, uri = "a folder has this name; choose another location", self.uri(key)
+                raise InvalidRequestError(why, uri=uri, cause=exc, certain=True) from exc
             if exc.errno in _NOT_TAKEN | UNKNOWN_STEP:
                 raise
             with contextlib.suppress(OSError):
@@ -460,12 +456,8 @@ class LocalStore(ObjectStore):
                 why = "the unfinished file was deleted: find what deletes files here and save again"
             raise ObjectNotFoundError(why, uri=self.uri(key), certain=True) from exc
         except PermissionError as exc:
-            raise AccessDeniedError(
-                "this user may not read or write here: check the owner and the permissions",
-                uri=self.uri(key),
-                cause=exc,
-                certain=True,
-            ) from exc
+            why = "this user may not read or write here: check the owner and the permissions"
+            raise AccessDeniedError(why, uri=self.uri(key), cause=exc, certain=True) from exc
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise StorageFullError(

@@ -563,11 +563,8 @@ def reading(uri: str) -> Iterator[None]:
     except (CloudCheckpointError, StoppedError, MemoryError):
         raise
     except Exception as exc:
-        raise ServerError(
-            "the store's response can't be understood; check the endpoint and the proxy",
-            uri=uri,
-            cause=reason(exc),
-        ) from exc
+        why = "the store's response can't be understood; check the endpoint and the proxy"
+        raise ServerError(why, uri=uri, cause=reason(exc)) from exc
 
 
 def iso_date(text: str) -> float | None:

@@ -34,14 +34,23 @@ _MEANINGS = (
         "(AZURE_AUTHORITY_HOST); and that this machine's clock is right",
     ),
     Meaning("DateHeaderTooOld", errors.ClockError),
-    Meaning("PublicAccessNotPermitted|.*(Immutab|LegalHold).*", errors.AccessDeniedError),
+    Meaning(
+        "PublicAccessNotPermitted",
+        errors.AccessDeniedError,
+        "the account allows no access without credentials; leave anonymous=True out",
+    ),
+    Meaning(
+        ".*(Immutab|LegalHold).*",
+        errors.AccessDeniedError,
+        "an immutability policy or a legal hold forbids this; use a container without it",
+    ),
     Meaning(
         "KeyVault.*",
         errors.AccessDeniedError,
         "the account can't use the key vault that has its encryption key: check the vault and "
         "its firewall, the key, and the permissions of the account's managed identity there",
     ),
-    Meaning(".*Lease.*", errors.InvalidRequestError),
+    Meaning(".*Lease.*", errors.InvalidRequestError, "a program's lease forbids this; end it"),
     Meaning("TlsVersionNotPermitted", errors.TLSError),
     Meaning("ServerBusy", errors.ThrottledError),
     Meaning("(Container|Filesystem)BeingDeleted|AccountBeingCreated", errors.ServerError),
