@@ -1,8 +1,8 @@
 """Declares options: a dataclass field needs only a type, a default and a description.
 
-The name of the environment variable follows from class and field; the validation, and the parsing
-of the variable's text, from the annotation. The description is an argument of :func:`option`, since
-Python discards a string literal after a field.
+The name of the environment variable follows from class and field. The type annotation determines
+how values are validated, and how the variable's text is parsed. The description is an argument of
+:func:`option`, since Python discards a string literal after a field.
 """
 
 from __future__ import annotations

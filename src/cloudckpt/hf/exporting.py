@@ -1,8 +1,8 @@
 """Exports a committed checkpoint as a model in safetensors files, by store-side copies if possible.
 
-The store copies a part of a file if it is a range of one data object of the checkpoint. Ranges that
-are smaller than the smallest part that the store accepts (headers, small tensors, the start of a
-tensor after them) are read and sent by this process.
+The store copies a part of a file if it is a range of one data object of the checkpoint. What is
+smaller than the smallest part that the store accepts (headers, small tensors, and with them the
+start of the next tensor) is sent by this process.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def export_checkpoint(
             None divides by ``max_shard_size``. It has to have all tensors.
         key_mapping: Called with the name of each tensor of the checkpoint; returns its name in the
             model, or None to leave the tensor out, as usual for ``optim.…``.
-        config: Options, for both locations.
+        config: Options for both locations; None reads them from the environment.
 
     Raises:
         InvalidURIError: If ``target`` is the location of a single file, or of the checkpoint.

@@ -59,7 +59,7 @@ def save(
     ``model-00001-of-00003.safetensors`` and so on with ``model.safetensors.index.json``. When this
     returns, the model is complete and visible. If it raises, it raises on every rank, and unless
     the error is a CommitUnknownError, the files of this save are deleted. An existing model then
-    stays unchanged, unless the store fails while the new files are made visible: then there is no
+    stays unchanged, unless the save fails while the new files are made visible: then there is no
     index, and readers see no model.
 
     Shards of a tensor that is divided along its first dimension are sent directly from tensor

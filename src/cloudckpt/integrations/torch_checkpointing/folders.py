@@ -18,9 +18,11 @@ its replacement:
 - *A file is missing, or differs from what was written.* Before the manifest is written, a listing
   must show each object with its size; every read is checked against the block checksums in the
   manifest, which has a checksum of its own.
-- *The answer to the manifest's request is lost.* As in ``checkpoint.commit``.
-- *A folder is removed while it is being read.* The manifest goes first. Objects that it does not
-  name stay: they may belong to a save under way.
+- *The answer to the manifest's request is lost.* As in ``checkpoint.commit``, the manifest is read
+  again; if that does not show whether it was written, the commit raises a CommitUnknownError.
+- *A folder is removed while it is being read.* The manifest goes first, so a reader that misses an
+  object finds no manifest any more, and reports a missing file, not a damaged one. Objects that the
+  manifest does not name stay: they may belong to a save under way.
 """
 
 from __future__ import annotations
