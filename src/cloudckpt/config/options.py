@@ -214,7 +214,7 @@ def require(ok: bool, message: str) -> None:
 
 
 def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
-    """Checks that an endpoint is a plain URL, or None.
+    """Checks that an endpoint is a plain URL, or None; `name` is its option, for the message.
 
     Raises:
         ConfigError: If it is anything else; the message shows no password or signature.

@@ -85,7 +85,10 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @property
     def _config(self) -> Config:
-        """The options of this file system, or else those of ``install`` or :func:`register`."""
+        """The options of this file system, ``install``, :func:`register`, or the environment.
+
+        The first of these that gives options is taken.
+        """
         return self._given or chosen_config() or _registered or Config()
 
     def _uri(self, path: str) -> CheckpointURI:

@@ -57,7 +57,7 @@ class _OnStores:
 
     @property
     def _config(self) -> Config:
-        """The options given to this object, or else those given to ``install``."""
+        """The options of this object, else those given to ``install``, else of the environment."""
         return self._given or chosen_config() or Config()
 
     @functools.cached_property

@@ -231,7 +231,7 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.metrics")
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics saved with the checkpoint of a step.
+        """Returns the metrics saved with the checkpoint of a step; empty if there are none.
 
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.
@@ -243,7 +243,7 @@ class CheckpointManager(ClosedAtExit):
 
     @collective("CheckpointManager.notes")
     def notes(self, step: int) -> dict[str, Any]:
-        """Returns the notes that :meth:`save` was given for a step.
+        """Returns the notes that :meth:`save` was given for a step; empty if there are none.
 
         Raises:
             CheckpointNotFoundError: If the step has no committed checkpoint.

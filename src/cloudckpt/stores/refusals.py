@@ -216,7 +216,8 @@ def _is_certain(code: str, status: int, kind: type[StoreError], *, is_known: boo
     """Returns whether the response proves that the store itself did not carry out the request.
 
     A gateway that responds in the store's place may still have delivered the request: Envoy sends
-    503 when its connection to the store breaks, possibly after the request was sent.
+    503 when its connection to the store breaks, possibly after the request was sent. `is_known`
+    tells whether the vendor's table has the code as one of requests that are not carried out.
     """
     if not _CODE.fullmatch(code) or code.lower() in _TIMEOUTS:
         return False

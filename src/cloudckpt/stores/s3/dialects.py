@@ -64,7 +64,10 @@ class S3Dialect:
     unsupported_options: frozenset[str] = frozenset()
 
     def is_at_vendor(self, host: str, *, is_amazon: bool) -> bool:
-        """Returns whether a host belongs to the vendor, so that its documentation applies."""
+        """Returns whether a host belongs to the vendor, so that its documentation applies.
+
+        `is_amazon` tells whether the host is one of Amazon's S3.
+        """
         if self in (AWS, EXPRESS):
             return is_amazon
         return any(host == name or host.endswith(f".{name}") for name in self.hosts)
@@ -145,6 +148,7 @@ def dialect_of(bucket: str, host: str, *, is_amazon: bool) -> S3Dialect:
     """Returns the dialect of a bucket, by the bucket's name and the endpoint's host.
 
     Directory buckets are recognized by their names, a pattern that AWS reserves for them.
+    `is_amazon` tells whether the host is one of Amazon's S3.
     """
     if _DIRECTORY_BUCKET.fullmatch(bucket):
         return EXPRESS
