@@ -375,8 +375,8 @@ def publish(
         baseline: The commit object when the save began.
         attempt: The random name of this save.
         objects: All data objects of the checkpoint, also those of earlier saves.
-        own: The names of the objects that this rank itself wrote to ``store``; this checks that the
-            others exist.
+        own: The names of the objects that this rank itself wrote to ``store``. All other objects
+            are looked up in the store, to check that it has them.
         data: Returns the bytes of the commit object.
         kept: The names of the objects of earlier saves; they stay if this fails.
         check: Called before each try of the commit; an error that it raises ends the save.

@@ -77,7 +77,7 @@ class Form(NamedTuple):
 
     @property
     def properties(self) -> TensorProperties:
-        """The tensor's properties, as torch's metadata has them."""
+        """The tensor's properties, in torch's own class."""
         return TensorProperties(self.dtype, requires_grad=self.requires_grad)
 
 

@@ -12,9 +12,10 @@ The ranks meet four times:
    methods. If such a method is itself a collective call and fails on one rank only, the others may
    wait for that rank until the timeout of the process group; so it logs its failure first.
 
-torch's loader has every rank read the metadata, gathers all plans on one rank and hands them back.
-This happens here, too, between the first two meetings, for planners with their own global plan and
-for readers of other packages: these get every call that torch makes, and share no reads.
+torch's loader has every rank read the metadata, gathers all plans on one rank, and sends each rank
+its part of them. This happens here, too, between the first two meetings, for planners with their
+own global plan and for readers of other packages: these get every call that torch makes, and share
+no reads.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ _REPLACED = "a value that takes the tensor's place"
 
 
 class CloudLoadPlanner(DefaultLoadPlanner):
-    """Plans as torch does; reports names that are missing or unfit; keeps keys that are no strings.
+    """Plans loads like torch's planner, but keeps keys of other types than strings.
+
+    It also reports the names that are missing, or whose values do not fit.
 
     torch stores loaded values under the strings in its paths: next to an integer key, a string key
     appears with the new value, and the integer key keeps the old one. torch's planner also reports

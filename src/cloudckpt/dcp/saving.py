@@ -171,7 +171,8 @@ class StateLayout:
             planner: Provides the data.
             destination: The checkpoint, the rank, and options.
             capabilities: The capabilities of the destination's store.
-            small: The small tensors whose data need not come from the planner, if they are known.
+            small: The small tensors, which are sent without asking the planner for their data;
+                empty if they are unknown.
             contents: Collects the items' digests, and knows which items need not be sent; None if
                 the save is not incremental.
             digests: Makes digests by which the ranks compare the items; None if it is not needed.
@@ -316,9 +317,9 @@ class StateLayout:
         yield ObjectPlan(made, way, buffer[0], [buffer[1]], [form], [item.index.fqn], [sums])
 
     def _data_of(self, item: WriteItem) -> tuple[torch.Tensor | bytes, StoredForm]:
-        """Returns the data of an item, and how they are stored.
+        """Returns the data of an item, and how it is stored.
 
-        The data are a plain tensor of any strides and device, or bytes.
+        The data is a plain tensor of any strides and device, or bytes.
 
         Raises:
             ShapeMismatchError: If a tensor has another shape than planned.

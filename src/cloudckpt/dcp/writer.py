@@ -395,7 +395,8 @@ class CloudStorageWriter(OurWriter):
             plan: The plan of this rank.
             planner: Provides the data.
             expected: About how many bytes will be sent; None to compute it from the plan.
-            small: The small tensors whose data need not come from the planner, if they are known.
+            small: The small tensors, which are sent without asking the planner for their data;
+                empty if they are unknown.
             pending: A template of the record that is left in the store if this trainer ends before
                 the commit; the sender adds the locations of the items. None to leave nothing.
         """
