@@ -312,7 +312,7 @@ def _destroyed_between_steps(place: Place, *_: object) -> tuple[str, bool | None
 
     with (
         mock.patch.object(Collectives, "reduce_scatter", divided_at_last),
-        pytest.raises(errors.ProcessGroupError) as caught,
+        pytest.raises(errors.ProcessGroupError, match="group was destroyed") as caught,
     ):
         cloudckpt.save(of_rank(1), checkpoint_id=place.uri, config=place.config)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -282,7 +282,7 @@ class Places:
         part = "" if index.offset is None else f" (offsets {[*index.offset]})"
         return self._corrupt(
             f"invalid metadata: it has no location for {index.fqn}{part}: "
-            "restore the object, or load an older checkpoint",
+            "restore the .metadata object, or load an older checkpoint",
             index.fqn,
         )
 

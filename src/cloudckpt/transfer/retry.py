@@ -218,7 +218,7 @@ def check_unchanged(
         version = None
     if version != read.version:
         raise CheckpointReplacedError(
-            "the checkpoint was replaced or deleted while it was loaded; load the new one, if any",
+            "the checkpoint or file was replaced or deleted while it was read; read it again",
             saves=None if known_save is None else (known_save, version),
             uri=uri,
             cause=error,
@@ -253,11 +253,11 @@ def retry_if_replaced(load: Callable[[], T]) -> T:
             overtaken += 1
             if overtaken >= _RESTARTS:
                 raise CheckpointReplacedError(
-                    f"the checkpoint was replaced {overtaken} times while it was loaded: load a "
-                    "location that is not overwritten, or stop the job that saves there",
+                    f"what is here was replaced or deleted {overtaken} times while it was read: "
+                    "read a location that is not overwritten, or stop the job that writes here",
                     times=overtaken,
                     uri=error.uri,
                     cause=error.cause,
                 ) from error
-            logger.info("the load starts again: %s", error)
+            logger.info("the read starts again: %s", error)
         time.sleep(_FIRST_PAUSE * 2 ** (overtaken - 1))
