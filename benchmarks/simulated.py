@@ -65,7 +65,12 @@ class Others:
         self._extents = Extents.none()
 
     def told(self, value: Any, rank: int) -> Any:
-        """What rank ``rank`` sends where this one sends ``value``."""
+        """What rank ``rank`` sends where this one sends ``value``, which ours pickles itself."""
+        if isinstance(value, bytes):
+            return pickle.dumps(self._told(pickle.loads(value), rank))
+        return self._told(value, rank)
+
+    def _told(self, value: Any, rank: int) -> Any:
         if isinstance(value, bytes):  # what its rank would write, as columns
             return self._record(Record.parse(value, ""), rank).to_bytes()
         if isinstance(value, SavePlan):
@@ -166,7 +171,7 @@ def others(
         # nobody else has the shards of this rank, so that its part is what it has planned
         if values is not None:
             return values[0]
-        return planned(last[0])
+        return planned(pickle.loads(last[0]) if isinstance(last[0], bytes) else last[0])
 
     methods: dict[str, Any] = {
         "gather_object": gather,

@@ -99,14 +99,17 @@ def test_a_job_that_has_resumed_nothing_replaces_no_step_of_another(tmp_path, as
     first, second = Saves(Config()), Saves(Config(), asynchronous=asynchronous)
     for value in (1, 2):  # its own step may be replaced
         first.save({"a": value}, uri := f"file://{tmp_path}/step-1")
+        first.save({"a": value}, str(tmp_path / "best"))
 
     def save() -> None:
         second.save({"a": 3}, uri)
         second.finish()
 
     with contextlib.closing(second):
-        with pytest.raises(CheckpointExistsError, match="another training has saved this step"):
-            save()
+        for _ in range(2):  # what was refused is refused again
+            with pytest.raises(CheckpointExistsError, match="another training has saved this step"):
+                save()
+        second.save({"a": 4}, str(tmp_path / "best"))
         api.load(state := {"a": 0}, checkpoint_id=uri)
         assert state == {"a": 2}
         second.resumed(uri)

@@ -173,7 +173,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 self._leave_unfit(name, value, entry)
             elif entry is not None and isinstance(value, torch.Tensor):
                 self.converted[name] = _REPLACED
-        if missing or given.keys() != self.state_dict.keys():
+        if given.keys() != self.state_dict.keys():
             self._find_overwritten(given, {*missing, *self.left_alone})
         with paused_gc():
             plan, moved = plan_reads(self.state_dict, table, self._uri)
@@ -320,7 +320,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 self.converted[name] = f"loaded with {loaded[memory]}, as they are tied"
 
     def _find_overwritten(self, given: Mapping[str, Any], kept: set[str]) -> None:
-        """Records tensors that are kept, but share memory with loaded ones, as :attr:`converted`.
+        """Notes in :attr:`left_alone` which tensors share memory with tensors that are loaded.
 
         Args:
             given: The state dict, by flat names.
@@ -329,11 +329,11 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         replaced = {name for name, how in self.converted.items() if how == _REPLACED}
         tensors = [(name, _parts(one)) for name, one in given.items() if name not in replaced]
         sharing = [tensors[number] for number in sharing_memory(tensors)]
-        for mine in sharing if kept.intersection(name for name, _ in sharing) else ():
-            others = (one for one in sharing if one[0] not in kept and sharing_memory([mine, one]))
-            if mine[0] in kept and (other := next(others, None)) is not None:
-                why = self.left_alone.pop(mine[0], "not in the checkpoint")
-                self.converted[mine[0]] = f"{why}; changed by {other[0]}, as they share memory"
+        loaded = [one for one in sharing if one[0] not in kept]
+        for mine in (one for one in sharing if one[0] in self.left_alone):
+            others = (name for name, parts in loaded if sharing_memory([mine, (name, parts)]))
+            if (other := next(others, None)) is not None:
+                self.left_alone[mine[0]] += f"; it may have changed with {other}: they share memory"
 
     def _missing(self, names: Sequence[str]) -> MissingKeyError:
         assert self.metadata is not None

@@ -48,6 +48,7 @@ from cloudckpt.errors import (
     RanksFailedError,
     TransferCancelledError,
 )
+from cloudckpt.gc_pause import paused_gc
 
 __all__ = [
     "LOADING",
@@ -452,7 +453,11 @@ class Meeting:
             return work() if self.group is None else pickle.dumps(work())
 
         def combined(given: list[Any]) -> object:
-            return combine(given if self.group is None else [unpickled(one, uri) for one in given])
+            if self.group is not None:
+                with paused_gc():
+                    for rank, data in enumerate(given):  # in place, so that the pickles are freed
+                        given[rank] = unpickled(data, uri)
+            return combine(given)
 
         with self._together(None, when):
             ranks = Collectives(self.group, self.group is not None, 0)  # fails without the group

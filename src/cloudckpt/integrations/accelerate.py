@@ -270,7 +270,8 @@ def _parts(accelerator: Any, uri: str, only: set[str] | None = None) -> Parts:
     for index, prepared in enumerate(accelerator._optimizers):
         own = {id(one) for group in prepared.param_groups for one in group["params"]}
         parameters = [(model, {id(one) for one in model.parameters()}) for model in models]
-        of = [model for model, there in parameters if own & there]
+        whole = [model for model, there in parameters if own <= there]
+        of = whole[:1] or [model for model, there in parameters if own & there]
         if not own <= set().union(*(there for _, there in parameters)):
             raise ConfigError(
                 f"optimizer {index} has parameters of a model that was not prepared: prepare the "

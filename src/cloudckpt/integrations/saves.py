@@ -90,6 +90,7 @@ class Saves:
         self._checkpointer: Checkpointer | None = None
         self._saves_into: OwnLine | None = None  # the run that the checkpointer saves into
         self._after_commit: list[Callable[[], object]] = []
+        self._begun: set[CheckpointURI] = set()  # saved, but perhaps not committed yet
         self._saved: set[CheckpointURI] = set()  # what this job may replace in any case
 
     def configure(self, config: Config) -> None:
@@ -189,10 +190,11 @@ class Saves:
         if line is not None:
             more["notes"] = replace(line.claim(), step=step if named is None else named)
             more["base"], line.base = line.base, None
-            more["keep_existing"] = not line.has_restored and location not in self._saved
+            is_others = named is not None and location not in self._saved
+            more["keep_existing"] = is_others and not line.has_restored
         with self._explained():
             self._checkpointer_for(line).save(uri, state, **more)
-        self._saved.add(location)
+        self._begun.add(location)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -238,9 +240,11 @@ class Saves:
             CloudCheckpointError: If the save failed; raised on all ranks.
         """
         acts, self._after_commit = self._after_commit, []
+        begun, self._begun = self._begun, set()
         if self._checkpointer is not None:
             with self._explained():
                 self._checkpointer.wait()
+        self._saved |= begun
         for act in acts:
             act()
 

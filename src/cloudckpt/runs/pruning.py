@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,14 @@ from cloudckpt.background.save import SaveFuture
 from cloudckpt.checkpoint.objects import find_commit
 from cloudckpt.config import Config
 from cloudckpt.errors import (
+    AccessDeniedError,
     CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
     CloudCheckpointError,
     ConfigError,
+    StorageFullError,
     StoreError,
     TransientStoreError,
 )
@@ -231,11 +234,19 @@ def _log_damaged(run: Run, history: History) -> None:
 
 def _unneeded(run: Run, history: History, retention: Retention) -> list[int]:
     """Returns the steps on the line that no retention rule keeps, oldest first."""
+
+    @cache
+    def clock() -> float:
+        try:
+            return clock_of(run)
+        except (AccessDeniedError, StorageFullError):  # the store's clock takes a write
+            return time.time()
+
     youngest = retention.keep_younger_than
     steps = retention.unneeded(history.line, history.scores(retention.best_metric or ""))
     if youngest is None:
         return steps
-    view, old, clock = run.view, [], cache(partial(clock_of, run))
+    view, old = run.view, list[int]()
     commits = view.each(lambda step: find_commit(view.look, run.uri(step)), steps)
     for step, commit in zip(steps, commits, strict=True):
         if commit is not None and commit.modified is not None:

@@ -101,6 +101,7 @@ class BroadcastingTorchSaveReader(OurReader):
             InvalidURIError: If ``checkpoint_id`` is not a valid location.
         """
         super().__init__()
+        self.coordinator_rank = coordinator_rank
         self.config = config_or_default(config)
         self.trust_pickle = trust_pickle
         self.transferred: Transferred | None = None
