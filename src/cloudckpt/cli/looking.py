@@ -58,7 +58,7 @@ def inspect(call: Call, checkpoint: str, pattern: str = "*", *, html: str | None
 
 def _print_notes(contents: "CheckpointContents", items: "tuple[StoredItem, ...]") -> None:
     """Prints the notes and other facts of a checkpoint beneath the table of its entries."""
-    print(f"{len(items)} entries, {Size(sum(item.nbytes for item in items))}")
+    print(f"entries: {len(items)}, {Size(sum(item.nbytes for item in items))}")
     for uri, nbytes in contents.shared.items():
         print(
             f"{Size(nbytes)} of it is shared with {safe(uri)}, which must stay in the same folder."

@@ -336,7 +336,7 @@ def _delete(
     gone = set(wanted if call.dry_run else ())
     if wanted and not call.dry_run:
         ends = " to ".join(map(safe, dict.fromkeys((wanted[0], wanted[-1]))))
-        call.confirm(f"Delete {what}{len(wanted)} checkpoints: {ends}?")
+        call.confirm(f"Delete {what}checkpoints ({len(wanted)}): {ends}?")
     try:
         if wanted and not call.dry_run:
             delete(gone.add)

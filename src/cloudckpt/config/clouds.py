@@ -54,7 +54,7 @@ class S3Options(Options):
         check_endpoint(self.endpoint_url)
         require(
             not (self.anonymous and (self.profile or self.requester_pays)),
-            "anonymous=True sends no credentials: leave out it, or profile and requester_pays",
+            "anonymous=True sends no credentials: omit that, or else profile and requester_pays",
         )
         with_kms = self.sse in ("aws:kms", "aws:kms:dsse")
         require(

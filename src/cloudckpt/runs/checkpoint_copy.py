@@ -233,7 +233,7 @@ def _send(
             if all(task.info is None for task in left.values()):
                 raise
             logger.warning(
-                "the data pass through this machine, as the store did not copy them: %s", error
+                "the data pass through this machine, as the store itself did not copy: %s", error
             )
             left = {key: replace(task, info=None) for key, task in left.items()}
         except CheckpointCorruptError as error:

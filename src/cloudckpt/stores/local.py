@@ -117,8 +117,8 @@ class LocalStore(ObjectStore):
                     continue
                 return Upload(key, str(temporary), part_size), file
         raise InvalidRequestError(
-            "the file system can't create files in this folder, although the folder exists; "
-            "choose another location",
+            "this file's folder is deleted each time it was made, or the file system can't create "
+            "files in it: find out what deletes it, or choose another location",
             uri=self.uri(key),
             certain=True,
         )

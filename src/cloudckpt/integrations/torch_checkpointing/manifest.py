@@ -157,7 +157,7 @@ def _opened(data: bytes | bytearray, expected: str, uri: str) -> dict[str, Any]:
             raise ValueError(f"the format is not {expected!r}")
         version = content["version"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _invalid("cloudckpt did not write this object", uri, error) from error
+        raise _invalid("this is not what cloudckpt writes under this name", uri, error) from error
     if version != 1:
         raise CheckpointCorruptError(
             f"this description of saved files has version {version!r}, which this cloudckpt can't "
