@@ -330,11 +330,11 @@ def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
     if not found:
         return ""
     *others, last = sorted(found, key=natural_order)
-    count = "There is one" if not others else f"There are {len(found)}"
+    count = "There is a checkpoint" if not others else f"There are {len(found)} checkpoints"
     more = f" Others are {', '.join(others[:-4:-1])}" if others else ""
     return (
-        f"{count if seen < _MOST_KEYS else 'There are some'} in folders under it: did you mean "
-        f"{last}?{more}"
+        f"{count if seen < _MOST_KEYS else 'There are checkpoints'} in folders under it: did you "
+        f"mean {last}?{more}"
     )
 
 
