@@ -127,6 +127,19 @@ def test_a_job_that_goes_back_and_only_deletes_keeps_the_line(run, two) -> None:
     assert restored(run) == (5, 5)
 
 
+def test_a_job_may_begin_in_a_copy_that_is_copied_again(run, two) -> None:
+    copy = f"{run}-copy"
+    cloudckpt.copy(run, copy)
+    with managed(copy) as manager:
+        manager.restore(state())
+        with managed(run) as another:
+            another.restore(state())
+            save(another, 7)
+        cloudckpt.copy(run, copy)
+        save(manager, 8)
+    assert restored(copy) == (8, 8)
+
+
 def test_a_reader_writes_nothing(run) -> None:
     with managed(run) as manager, managed(run, read_only=True) as reader:
         save(manager, 1)

@@ -313,6 +313,9 @@ class OwnLine(CommitHook):
             if saves and not self.has_restored:
                 self._warn_of_steps()
             seen = self._opened
+            if before is None and seen is not None and "copied" in seen.document:
+                now = self.run.owner()  # the run may have been copied here again
+                seen = now if now is not None and "copied" in now.document else seen
             if before is not None and before.exception() is None:
                 seen = before.result()
             elif before is not None:  # the failed request may have been carried out by the store
