@@ -356,11 +356,10 @@ def _absolute(path: str) -> str:
 
 
 def text_of(location: object) -> str | None:
-    """Returns the text of a location; None if it is none of those described here.
+    """Returns the text of a string or path object; None for any other object, and a path in bytes.
 
-    It may be a string; any object whose ``str()`` is a URI, which is then returned, as the file
-    system path of another library's path object may be that of a local copy; or any other path
-    object whose file system path is a string, not bytes.
+    Of an object of any class whose ``str()`` is a URI, that URI is returned: the file system path
+    of another library's path object may be that of a local copy.
     """
     if isinstance(location, str):
         return str.__str__(location)  # the value of a member of a string enum

@@ -203,10 +203,10 @@ class Consensus:
 
         Returns:
             A ConfigError if two ranks were given different options, or run different versions; a
-            DifferentCheckpointsError if they name different locations; the failure, if all failed
-            ranks failed with the same class of error; a RanksFailedError if the classes differ, or
-            come from outside cloudckpt; on a rank that was interrupted, its interrupt. A process
-            that is alone raises its own failure.
+            DifferentCheckpointsError if they name different locations; the failure of the first
+            failed rank, if all have the same class, one of cloudckpt's; a RanksFailedError if the
+            classes differ, or come from outside cloudckpt; on a rank that was interrupted, its
+            interrupt. A process that is alone raises its own failure.
         """
         failures = {
             rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None

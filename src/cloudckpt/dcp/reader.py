@@ -81,7 +81,7 @@ class Model(Protocol):
 def _model_at(store: ObjectStore, uri: CheckpointURI, config: Config) -> Model | None:
     """Returns the model in safetensors files at a location; None if there is none.
 
-    What counts as a model, ``ModelFolder.find`` in :mod:`cloudckpt.hf.loading` says.
+    ``ModelFolder.find`` in :mod:`cloudckpt.hf.loading` says what counts as a model.
     """
     with late_imports:  # by its name, as `hf` is built on this package
         loading = import_module("cloudckpt.hf.loading")

@@ -237,7 +237,7 @@ def _dtensor(tensor: DTensor) -> tuple[Any, ...]:
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns all properties of a tensor that affect its plan, or the layout of its bytes.
 
-    Pinning is left out: torch's metadata record it, but no reader uses it, and checking it releases
+    Pinning is left out: torch's metadata has it, but no reader uses it, and checking it releases
     the GIL, which takes milliseconds per tensor next to a busy trainer.
 
     Raises:

@@ -61,9 +61,9 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, int] | None:
-    """Returns the storage of a nonempty tensor, and the start and end of its bytes there.
+    """Returns the storage of a nonempty tensor, and where its memory begins and ends there.
 
-    None if the memory was freed or shrunk, or the tensor is fake.
+    Both are offsets in bytes. None if the memory was freed or shrunk, or the tensor is fake.
     """
     storage = tensor.untyped_storage()
     try:
