@@ -364,10 +364,10 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
 
 
 def content_of(state_dict: dict[str, Any], rank: int) -> Content:
-    """Returns a state dict in the form in which it is saved; the given one is not changed.
+    """Returns the :class:`Content` of a state dict, its form in a save; the dict is not changed.
 
-    In it, the result of ``state_dict()`` replaces each ``Stateful``, and this rank's value each
-    ``per_rank``.
+    Each ``Stateful`` is replaced by the result of its ``state_dict()``, and each ``per_rank`` by a
+    dict with this rank's value under ``rank_<rank>``.
 
     Args:
         state_dict: The state dict.

@@ -83,9 +83,11 @@ class CloudCheckpointWriter(CheckpointWriter):
         self.transferred: Transferred | None = None
 
     def write(self, path: str, state_dict: dict[str, Any], **kwargs: Any) -> Future[None] | None:
-        """Sends the state, calls ``pre_commit``, waits at the barrier, and calls ``post_commit``.
+        """Sends the state; then calls ``pre_commit``, waits at the barrier, calls ``post_commit``.
 
-        Besides the state it takes ``memory_budget`` bytes (64 MiB by default).
+        The hook and the barrier are left out if none were given. Besides the state it takes
+        ``memory_budget`` bytes of host memory (64 MiB by default; more for files above about 100
+        GiB), and room for one storage at a time if the tensors are on an accelerator.
 
         Args:
             path: The location; the object is ``checkpoint_{rank}.pt`` beneath it.

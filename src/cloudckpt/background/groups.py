@@ -96,10 +96,10 @@ def open_group(
     except (RuntimeError, TimeoutError) as exc:
         raise ProcessGroupError(
             f"the ranks {list(ranks)} did not all make a group for their saves within "
-            f"{patience:g} s. Check whether one of them has ended; all of them must make this "
-            "call. If torchrun has restarted them, its store may still have the addresses of "
-            "the previous processes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with "
-            "--standalone or --rdzv-backend c10d",
+            f"{patience:g} s. Check whether one of them has ended; all must make the same calls "
+            "of cloudckpt. If torchrun has restarted its workers, its rendezvous may still list "
+            "the old ones: run TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone ... (on "
+            "several nodes --rdzv-backend c10d --rdzv-endpoint HOST:PORT)",
             cause=exc,
         ) from exc
     with _lock:

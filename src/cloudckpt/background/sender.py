@@ -197,13 +197,15 @@ class CurrentSave:
 
 
 def finish(current: CurrentSave, limit: float) -> None:
-    """Finishes the save of a trainer that has ended, and keeps its pending object up to date.
+    """Records in the store how far the save of an ended trainer is, until all its data is sent.
 
-    Does nothing if a checkpoint is at the location already: this save may have committed it.
+    The next job may commit the save then; another thread sends the data. Does nothing if a
+    checkpoint is at the location already: this save may have committed it.
 
     Args:
         current: The save.
-        limit: Seconds after which this process ends, finished or not; 0: nothing is finished.
+        limit: Seconds after which this process exits, even if data is left to send; 0: nothing is
+            recorded.
     """
     save = current.save
     if save is None or (template := save.job.pending) is None or limit <= 0:

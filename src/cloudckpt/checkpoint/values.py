@@ -270,7 +270,7 @@ _CODE = re.compile(
 
 def _expect(condition: object, what: str) -> None:
     if not condition:
-        raise ValueError(f"unexpected {what}, which numpy does not write for plain values")
+        raise ValueError(f"numpy: {what} is not valid, or not that of plain values")
 
 
 def _dtype(arguments: tuple[Any, ...], state: Any) -> Any:
@@ -279,24 +279,26 @@ def _dtype(arguments: tuple[Any, ...], state: Any) -> Any:
         order = state[1]
         if len(state) == 9 and state[8][1][0] != b"generic":  # the unit of times
             code += f"[{state[8][1][1]}{state[8][1][0].decode()}]"
-    _expect(type(code) is str and _CODE.fullmatch(code) and order in ("<", ">", "|", "="), "dtype")
+    _expect(
+        type(code) is str and _CODE.fullmatch(code) and order in tuple("<>|="), f"dtype {code!r}"
+    )
     made = numpy.dtype(code).newbyteorder(order)
-    _expect(state in (None, made.__reduce__()[2]), "state of a dtype")
+    _expect(state in (None, made.__reduce__()[2]), f"dtype {code!r}")
     return made
 
 
 def _array(arguments: tuple[Any, ...], state: Any) -> Any:
-    _expect(arguments == (numpy.ndarray, (0,), b"b"), "class of an array")
+    _expect(arguments == (numpy.ndarray, (0,), b"b"), "an array's class")
     version, shape, dtype, is_fortran, content = state
-    _expect(version == 1 and isinstance(dtype, numpy.dtype), "dtype of an array")
-    _expect(len(content) == math.prod(shape) * dtype.itemsize, "bytes of an array")
+    _expect(version == 1 and isinstance(dtype, numpy.dtype), "an array's dtype")
+    _expect(len(content) == math.prod(shape) * dtype.itemsize, "an array's size")
     found = numpy.ndarray(shape, dtype, content, order="F" if is_fortran else "C")
     return found.copy(order="A")
 
 
 def _scalar(arguments: tuple[Any, ...], state: Any) -> Any:
     dtype, content = arguments
-    _expect(isinstance(dtype, numpy.dtype) and len(content) == dtype.itemsize, "bytes of a scalar")
+    _expect(isinstance(dtype, numpy.dtype) and len(content) == dtype.itemsize, "a scalar's size")
     return numpy.ndarray((), dtype, content).copy()[()]
 
 

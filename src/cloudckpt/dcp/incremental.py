@@ -82,16 +82,18 @@ def agree_on_base(meeting: Meeting, writer: CloudStorageWriter, *, is_planned: b
 
 
 def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None:
-    """Protects the base from deletion until the commit, on the rank that commits.
+    """Chooses the base of a save, and protects it from deletion until the commit.
 
-    If no base can be held, the save sends everything; it does not fail.
+    Called on the rank that commits. The base is the one that the writer was given, and no other;
+    without one ``last``, or if that can't be held, the newest earlier step beside the checkpoint.
 
     Args:
         writer: The writer.
         last: The last step that this process has saved in the same folder; None if none is known.
 
     Returns:
-        The hold; None if no checkpoint can serve as base.
+        The hold; None if there is no such checkpoint, or none that can be held: the save then sends
+        everything.
 
     Raises:
         ConfigError: If the given base is not in the same folder as the checkpoint.

@@ -1,11 +1,13 @@
-"""Saves the checkpoints of a framework's training, each as a step of the run in which it lies.
+"""Saves the checkpoints of a framework's training.
 
-A checkpoint whose folder is named like a step (``step-1000``) is a step of the run around it. Such
-saves follow the rules of :class:`~cloudckpt.CheckpointManager`: the first one claims the run, so
-that the commits and deletions of a job that another one has replaced are refused; each step notes
-which earlier steps its training continues, so that the next job resumes this training
-(:mod:`cloudckpt.runs.line`), not one that was given up; and a job that has resumed none of the
-run's steps replaces none.
+If the folder of a checkpoint is named like a step (``step-1000``), its parent folder is a run, and
+saves follow the rules of :class:`~cloudckpt.CheckpointManager`:
+
+- The first save of a job claims the run. From then on, saves and deletions by the job that had the
+  claim before are refused.
+- Each step notes which earlier steps its training continues, so that the next job resumes this
+  training (:mod:`cloudckpt.runs.line`), and not an abandoned one.
+- A job that has not resumed from a step of the run replaces none of its steps but its own.
 """
 
 from __future__ import annotations

@@ -416,9 +416,10 @@ class Run:
         return sorted(summaries, key=lambda item: (item.step is None, item.step or 0, item.uri))
 
     def summary(self, folder: str) -> CheckpointSummary | None:
-        """Describes the checkpoint in a folder of the run, without ``job`` and ``is_abandoned``.
+        """Describes the checkpoint in a folder of the run, committed or not.
 
-        None if the folder has no checkpoint, or its name is not valid in a location (``what?``).
+        ``job`` and ``is_abandoned`` keep their defaults. None if the folder has no objects of a
+        checkpoint, or if its name is not valid in a location, such as a name with "?".
         """
         if not CheckpointURI.accepts(f"{self.root}/{folder}"):
             return None

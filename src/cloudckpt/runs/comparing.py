@@ -210,9 +210,9 @@ def _by_checksums(
 def _joined(chunks: dict[_Box, _Chunk], stored: StoredItem) -> _Chunk | None:
     """Combines the checksums of a tensor's chunks into the checksum of the whole tensor.
 
-    Returns None if the tensor has no dimension, or was not divided along its first one only; if
-    chunks are missing or not stored as raw elements; or if their checksums are of several
-    algorithms.
+    Returns None if the tensor has no dimensions, or was divided along another dimension than the
+    first (it may be undivided); if chunks are missing or not stored as raw elements; or if their
+    checksums are of several algorithms.
     """
     shape, kinds = stored.shape, {one.algorithm for one in chunks.values()}
     if not shape or len(kinds) != 1:

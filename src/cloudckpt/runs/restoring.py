@@ -110,7 +110,14 @@ def restore_newest(
 
 
 def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
-    """Commits a step if it is pending; logs a warning if it can't be committed."""
+    """Commits a step if it is pending, and waits for its data; ``until`` is by ``time.monotonic``.
+
+    If the step is incomplete or damaged, or access is denied, a warning is logged.
+
+    Raises:
+        StoreError: If the store refuses for another reason, or stays unreachable.
+        CommitUnknownError: If the store does not say whether the commit took place.
+    """
     try:
         summary = run.summary(run.names.name(step))
         if summary is not None and summary.is_pending:

@@ -99,7 +99,7 @@ class WrittenFile(io.BufferedIOBase):
             ValueError: If the file is closed.
         """
         if self.closed:
-            raise ValueError("the file is closed: open it again to write")
+            raise ValueError(f"{self._uri} is closed: write all of it before it is closed")
         view = memoryview(data).cast("B")
         if self._upload is not None:
             try:
@@ -112,7 +112,13 @@ class WrittenFile(io.BufferedIOBase):
         raise self.failure
 
     def _send(self, upload: ObjectUpload, view: memoryview) -> None:
-        """Sends immutable memory without a copy; copies other memory into slabs, which are sent."""
+        """Sends immutable memory from 64 KiB on without a copy; collects copies of other memory.
+
+        The copies are sent as soon as a slab is full of them.
+
+        Raises:
+            InvalidRequestError: If the object would be too large for its part size.
+        """
         if self._at + view.nbytes > self._most:
             raise InvalidRequestError(
                 f"the object exceeds {self._most} bytes, the limit with parts of this size: set a "

@@ -237,15 +237,16 @@ class _Landed:
 
 
 class ScatterPlan:
-    """The memory that one request is received into.
+    """Decides into which memory each byte of a response is received.
 
-    Large plain targets receive their bytes directly. Everything else (small targets, targets that
-    need a copy, the rest of a block, gaps between segments) is received into one scratch buffer, at
-    the object's own alignment.
+    Targets of contiguous host memory that get 64 KiB or more receive their bytes directly.
+    Everything else (smaller targets, targets that need a copy, the rest of a block, gaps between
+    segments) is received into one scratch buffer, in which a byte's address modulo 64 equals that
+    of its offset in the object, so that tensors are aligned as they are stored.
 
     Attributes:
         size: The bytes of all segments, without the gaps between them.
-        scratch_bytes: Enough bytes for the scratch buffer; 0 if none is needed.
+        scratch_bytes: The size that the scratch buffer must have; 0 if none is needed.
         pinned: Whether page-locked scratch memory makes delivery faster.
     """
 

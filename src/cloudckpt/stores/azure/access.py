@@ -318,8 +318,8 @@ class _SharedKey(Secret):
         except ValueError:
             raise_without_context(  # without the cause's text, which might quote the key
                 CredentialsError(
-                    "the key of the storage account is not valid base64; copy it again from "
-                    "'Access keys' of the account",
+                    f"the account key in {given.named_by} is not valid base64: copy it again from "
+                    f"'Access keys' of the storage account {account}",
                     uri=uri,
                 )
             )

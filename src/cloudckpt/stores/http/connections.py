@@ -99,7 +99,10 @@ def break_connection(connection: Connection) -> None:
 
 
 def _beneath(connection: Connection) -> socket.socket | None:
-    """Returns the plain socket that a connection uses; None if the connection is not open."""
+    """Returns the socket object with a connection's file descriptor; None if it is not open.
+
+    This may be an ``ssl.SSLSocket``.
+    """
     found: Connection | None = connection
     if isinstance(found, http.client.HTTPConnection):
         found = found.sock

@@ -1,8 +1,8 @@
-"""Reads that a store redirects to a signed URL of another host.
+"""Handles reads that a store answers with a redirect to a signed URL of another host.
 
 The other host needs only the URL and the range: no credentials and none of the read's other headers
 are sent to it. Each read asks the store for a new URL. As the store ignores the preconditions of
-such reads, this module compares the versions.
+such reads, this module asks for the object's version by a HEAD request, and compares it.
 """
 
 from __future__ import annotations
