@@ -198,7 +198,7 @@ def test_a_folder_is_made_in_one_that_may_be_written_to_but_not_listed(
         (errno.EPERM, errors.AccessDeniedError),
         (errno.EAGAIN, errors.InvalidRequestError),
         (errno.EIO, errors.InvalidRequestError),
-        (errno.EROFS, errors.InvalidRequestError),
+        (errno.EROFS, errors.AccessDeniedError),
     ],
 )
 def test_the_errors_of_the_file_system_have_names(store, tmp_path, monkeypatch, number, expected):

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from cloudckpt.dcp.content import Content
@@ -147,7 +147,7 @@ class _Load:
         self._metadata = Metadata({})  # replaced by the metadata that is read
         self._plan = LoadPlan([])
         self._load: Load | None = None
-        self._begun: set[str] = set()  # the tensors that an earlier try has begun to fill
+        self._begun: set[str] = set()  # the names that an earlier try may have begun to fill
         self._segments: Sequence[Segment] = ()  # those that other ranks may want, too
 
     def run(self) -> None:
@@ -296,7 +296,8 @@ class _Load:
                 fill, as another save has replaced the checkpoint.
         """
         self._plan = self._planner.finish_plan(plan)
-        if gone := self._begun.difference(item.dest_index.fqn for item in self._plan.items):
+        names = {item.dest_index.fqn for item in self._plan.items}
+        if gone := self._begun - names:
             name = min(gone)
             raise MissingKeyError(
                 f"the checkpoint was replaced while it was loaded, and the new one has no {name} "
@@ -305,6 +306,8 @@ class _Load:
                 uri=self._uri,
                 item=name,
             )
+        if self.content.state:  # else the planner makes new tensors at each try
+            self._begun = names
         if self._ours is None:
             return None
         self._load = until_the_end.enter_context(self._ours.begun(self._planner))
@@ -318,9 +321,6 @@ class _Load:
         """Fetches this rank's bytes; raises the same error on all ranks if it fails on one."""
 
         def fetch() -> None:
-            if self.content.state:  # else the planner makes new tensors at each try
-                tensors = (one for one in self._plan.items if one.type == LoadItemType.TENSOR)
-                self._begun.update(item.dest_index.fqn for item in tensors)
             with until_the_end:
                 if self._load is None:
                     self._reader.read_data(self._plan, self._planner).wait()

@@ -37,6 +37,8 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CloudCheckpointError,
+    CommitUnknownError,
+    ProcessGroupError,
 )
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.claim import OwnLine
@@ -194,15 +196,23 @@ class Saves:
             more["base"], line.base = line.base, None
             is_others = named is not None and location not in self._saved
             more["keep_existing"] = is_others and not line.has_restored
-        with self._explained():
+        with self._explained({location}):
             self._checkpointer_for(line).save(uri, state, **more)
         self._begun.add(location)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Explains in a CheckpointExistsError of the block why ``overwrite`` had no effect."""
+    def _explained(self, begun: set[CheckpointURI]) -> Iterator[None]:
+        """Handles errors of a block that saves to the locations ``begun``.
+
+        A CheckpointExistsError then says why ``overwrite`` had no effect. What may be committed in
+        spite of the error is this job's own, which later saves may replace.
+        """
         try:
             yield
+        except (CommitUnknownError, ProcessGroupError) as error:
+            if isinstance(error, CommitUnknownError) or error.committed is not False:
+                self._saved |= begun
+            raise
         except CheckpointExistsError as error:
             if self._options.config.overwrite:
                 error.message = (
@@ -244,7 +254,7 @@ class Saves:
         acts, self._after_commit = self._after_commit, []
         begun, self._begun = self._begun, set()
         if self._checkpointer is not None:
-            with self._explained():
+            with self._explained(begun):
                 self._checkpointer.wait()
         self._saved |= begun
         for act in acts:

@@ -313,14 +313,14 @@ class OwnLine(CommitHook):
             if saves and not self.has_restored:
                 self._warn_of_steps()
             seen = self._opened
-            if before is None and seen is not None and "copied" in seen.document:
-                now = self.run.owner()  # the run may have been copied here again
-                seen = now if now is not None and "copied" in now.document else seen
+            is_copied = seen is not None and "copied" in seen.document
             if before is not None and before.exception() is None:
                 seen = before.result()
-            elif before is not None:  # the failed request may have been carried out by the store
+            elif before is not None or is_copied:
+                # a failed request may have been carried out, or the run was copied here again
                 now = self.run.owner()
-                seen = now if now is not None and now.job in self._drawn else self._opened
+                if now and (now.job in self._drawn or (is_copied and "copied" in now.document)):
+                    seen = now
             self._drawn.add(job)
             return self._claimed(job, continues, seen)
 

@@ -459,10 +459,10 @@ class LocalStore(ObjectStore):
             if UNFINISHED in str(exc.filename):
                 why = "the unfinished file was deleted: find what deletes files here and save again"
             raise ObjectNotFoundError(why, uri=self.uri(key), certain=True) from exc
-        except PermissionError as exc:
-            why = "this user may not read or write here: check the owner and the permissions"
-            raise AccessDeniedError(why, uri=self.uri(key), cause=exc, certain=True) from exc
         except OSError as exc:
+            if isinstance(exc, PermissionError) or exc.errno == errno.EROFS:
+                why = "this user may not read or write here: check owner, permissions and mount"
+                raise AccessDeniedError(why, uri=self.uri(key), cause=exc, certain=True) from exc
             if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise StorageFullError(
                     "the disk or a quota is full, or the file is larger than the file system or a "
