@@ -246,7 +246,7 @@ def test_white_space_keeps_a_slow_answer_alive(server, open_client):
     [
         ({"read_timeout": 0.2}, {"body": b" " * 100_000, "drip": True}, "took more than"),
         ({"stall_timeout": 0.5}, {"body": b" ", "unfinished": True}, "stalled"),
-        ({}, {"body": b" ", "unfinished": True, "hang_up": True}, "broke after 1 bytes"),
+        ({}, {"body": b" ", "unfinished": True, "hang_up": True}, "broke off after 1 bytes"),
     ],
     ids=["without an end", "falls silent", "breaks off"],
 )
