@@ -1,7 +1,7 @@
 """Locates the tensors in checkpoint items that are zip archives of ``torch.save``.
 
 The directory of an archive is in its last bytes, and the description of the tensor in its first
-ones. So a few KiB of each item are enough to locate the tensor's bytes, without an index.
+bytes. So a few KiB of each item are enough to locate the tensor's bytes, without an index.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def locate(
 ) -> Mapping[StoredBytes, StoredTensor | None]:
     """Locates the plain tensors in items that ``torch.save`` has written.
 
-    It reads 4 KiB at either end of each item.
+    It reads at most 4 KiB at either end of each item.
 
     Args:
         store: The store of the items.
@@ -71,7 +71,12 @@ def locate(
         stats: Counts the bytes read.
 
     Returns:
-        For each item its tensor, or None for an item that only ``torch.load`` can read.
+        For each item its tensor; None for an item that is damaged, or that only ``torch.load`` can
+        read.
+
+    Raises:
+        CheckpointCorruptError: If an object of an item is missing, too short, or was replaced.
+        StoreError: If the store refuses or stays unreachable.
     """
     edges: dict[StoredBytes, tuple[BytesSink, BytesSink]] = {}
     wanted: list[Wanted] = []
@@ -88,7 +93,7 @@ def locate(
 
 
 def _tensor_in(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
-    """Returns the tensor in an item, given its first and last bytes; None if it is not plain."""
+    """Returns the plain tensor in an item, given its first and last bytes; None if it has none."""
     try:
         return _found(item, head, tail)
     except Exception:  # noqa: BLE001 - zipfile and damaged pickles raise errors of many classes
@@ -96,7 +101,10 @@ def _tensor_in(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | No
 
 
 class _LastBytes(io.BytesIO):
-    """A file whose last bytes are in memory; seeking to bytes before them raises ValueError."""
+    """A file of which only the last bytes are in memory.
+
+    To seek to an earlier offset from the start raises ValueError.
+    """
 
     def __init__(self, data: bytes, size: int) -> None:
         super().__init__(data)
@@ -150,11 +158,11 @@ def _found(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor:
 
 @functools.cache
 def _type_of_storage(name: str) -> Any:
-    """Returns the element type of a storage class, given its name: ``torch.BFloat16Storage``.
+    """Returns the element type of a storage class of this name, such as ``torch.BFloat16Storage``.
 
     Raises:
         ValueError: If the name does not end with ``Storage``.
-        AttributeError: If torch has no such class.
+        AttributeError: If torch has no such class, or it has no element type.
     """
     if not name.endswith("Storage"):
         raise ValueError(f"{name} is not a storage class of torch")

@@ -78,7 +78,8 @@ class Base:
     It takes 16 bytes of memory per item, in addition to the record.
 
     Args:
-        record: The record of the checkpoint, with digests. Contiguous columns are not copied.
+        record: The items of the checkpoint with their locations and digests. Contiguous columns are
+            not copied.
         folder: The name of the checkpoint's folder, which is set on objects that have no folder;
             may be empty if all objects have one.
 

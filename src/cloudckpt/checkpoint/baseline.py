@@ -69,7 +69,7 @@ class Baseline:
     began: float = field(default_factory=now, compare=False)
 
     def check_age(self, uri: str) -> None:
-        """Checks that the save began less than ``LONGEST_SAVE`` seconds ago, so that it may commit.
+        """Checks that the save began at most ``LONGEST_SAVE`` seconds ago, so that it may commit.
 
         Objects of twice that age are swept as leftovers, so none of them may belong to a save that
         will commit. The commit is sent right after this check; docs/protocol.md says what happens
@@ -141,10 +141,10 @@ def begin(
 def refuse_run(view: View, *, looks_inside: bool = False) -> None:
     """Raises an error if a location is the folder of a run, as it can't be a checkpoint as well.
 
-    A folder belongs to a run if it contains the run's claim (``.cloudckpt-job.json``), or folders
-    with the names of steps. This lists one page; a folder that itself has the name of a step is
-    accepted without a listing, unless ``looks_inside``. If the listing is forbidden or keeps
-    failing, the folder is accepted: this check must not fail a save.
+    A folder belongs to a run if it contains ``.cloudckpt-job.json``, the object that names the
+    run's job, or folders with the names of steps. This lists one page; a folder that itself has the
+    name of a step is accepted without a listing, unless ``looks_inside``. If the listing is
+    forbidden or keeps failing, the folder is accepted: this check must not fail a save.
 
     Args:
         view: The view of the location, where nothing was committed yet.

@@ -41,7 +41,7 @@ _WIDTHS = (1, 2, 4, 8)  # bytes of a difference
 
 
 def column_of(numbers: Sequence[Any]) -> torch.Tensor:
-    """Returns a list as an int64 tensor on the CPU; a list of lists, its rows, as a matrix."""
+    """Returns a list as an int64 tensor on the CPU; a list of rows, each a list, as a matrix."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
@@ -76,7 +76,10 @@ def repeated(column: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def byte_rows(column: torch.Tensor) -> torch.Tensor:
-    """Returns a uint8 matrix with a row for each number of a column: the bytes of the number."""
+    """Returns a uint8 matrix with a row for each number of a column: the bytes of the number.
+
+    They are in the machine's byte order.
+    """
     # clone, not contiguous(): a column of one number is contiguous with any stride, and then has no
     # view as bytes
     found = column.clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -153,7 +156,11 @@ class PackedColumns:
         return torch.from_numpy(np.cumsum(differences, dtype=np.int64))
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns the next ``columns`` columns, each of ``rows`` numbers, as those of a matrix."""
+        """Returns the next ``columns`` columns, each of ``rows`` numbers, as those of a matrix.
+
+        Raises:
+            ValueError: As in :meth:`take`.
+        """
         found = [self.take(rows) for _ in range(columns)]
         return torch.stack(found).t() if found else unfilled(rows, 0)
 

@@ -135,7 +135,7 @@ def honours_conditions(store: ObjectStore, key: str, content: bytes, retrier: Re
         retrier: Retries transient failures.
 
     Raises:
-        StoreError: If a write fails for another reason than its condition.
+        StoreError: If a request fails for another reason than a condition.
     """
     body = [memoryview(content)]
     checksum = store.capabilities.checksum.of(content)
@@ -258,6 +258,7 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
 
     Raises:
         CheckpointConflictError: If it was replaced or deleted since the save began.
+        StoreError: If the store refuses or stays unreachable.
     """
     if baseline.version is None:
         return None
@@ -272,7 +273,7 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
 
 
 def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
-    """Parses a deleted or replaced commit object; returns None, with a warning, if it can't."""
+    """Parses a deleted or replaced commit object; logs a warning and returns None if that fails."""
     try:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
@@ -301,8 +302,8 @@ def no_longer_needed(
     Args:
         store: The store.
         uri: The checkpoint.
-        gone: The checkpoint's commit object, already deleted or replaced; None if there was none,
-            or if it can't be parsed, and no keys are returned.
+        gone: The checkpoint's commit object, already deleted or replaced. None if there was none,
+            or it can't be parsed: then no keys are returned.
         config: Options.
         needed: The keys named by the checkpoint that replaced it; empty if it was deleted.
     """
@@ -379,13 +380,16 @@ def publish(
             are looked up in the store, to check that it has them.
         data: Returns the bytes of the commit object.
         kept: The names of the objects of earlier saves; they stay if this fails.
-        check: Called before each try of the commit; an error that it raises ends the save.
+        check: Called before each try of the commit; an error that it raises ends the save. Any
+            but a CheckpointConflictError or StoreError becomes a CommitUnknownError.
 
     Raises:
         DifferentCheckpointsError: If another rank has written to another store.
         CheckpointCorruptError: If an object in ``kept`` is missing or has another size.
-        CheckpointConflictError: If another writer has committed since the save began.
-        CommitUnknownError: If the store's answers leave open whether the commit took place.
+        CheckpointConflictError: If another writer has committed here since the save began, or has
+            deleted the checkpoint.
+        CommitUnknownError: If the store's answers leave open whether the commit took place, or it
+            failed unexpectedly.
         ConfigError: If the store does not honour conditional writes, which are not turned off.
         IncompleteSaveError: If the save began more than ``LONGEST_SAVE`` seconds ago.
         StoreError: If the commit did not take place, and will not.

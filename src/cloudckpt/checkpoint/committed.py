@@ -1,7 +1,8 @@
 """Reads a commit object, and only the bytes of it that a reader of the checkpoint needs.
 
-A commit object of cloudckpt has all that a reader needs at its end, so one request for its last
-megabytes usually suffices. The pickle before it, for other readers, is not fetched.
+A commit object of cloudckpt has all that a reader needs at its end, so one request for its size and
+one for its last megabytes usually suffice. Of a large one, the pickle before them, for other
+readers, need not be fetched.
 """
 
 from __future__ import annotations
@@ -99,10 +100,11 @@ class CommitObject:
     Attributes:
         info: Key, size and version of the commit object.
         metadata: torch's metadata; made lazily if there is a record.
-        record: The record of cloudckpt; None if another library saved the checkpoint.
-        notes: The notes, as stored; empty if there are none.
-        trailer: The trailer; None if another library wrote the commit object. The copy of another
-            library's checkpoint has a trailer, but no record.
+        record: The items and their locations, as cloudckpt stores them; None if another library
+            saved the checkpoint.
+        notes: The notes (:mod:`cloudckpt.checkpoint.notes`), as stored; empty if there are none.
+        trailer: The lengths and checksums of the other parts; None if another library wrote the
+            commit object. The copy of another library's checkpoint has a trailer, but no record.
         is_whole: Whether all bytes were read, so that torch's pickle was also compared with its
             checksum, if it has one.
     """
@@ -131,7 +133,7 @@ class CommitObject:
 
     @property
     def structure(self) -> Structure:
-        """What torch's metadata lacks: keys that are not strings, and empty dicts.
+        """The keys that are not strings and the empty dicts, both of which torch's metadata lacks.
 
         It is empty if another library saved the checkpoint.
         """
@@ -185,7 +187,7 @@ class CommitObject:
 
         Raises:
             CheckpointCorruptError: If the pickle is damaged.
-            CheckpointReplacedError: If the commit object was replaced meanwhile.
+            CheckpointReplacedError: If the commit object was replaced or deleted meanwhile.
             StoreError: If the store refuses or stays unreachable.
         """
         if self.trailer is None or self.is_whole:
@@ -208,13 +210,14 @@ class CommitObject:
 
         Another writer's metadata may name anything beneath this folder, even the current commit
         object or another checkpoint. Of these names, it returns those that can be data objects of
-        this checkpoint, and logs that there are others.
+        this checkpoint, and logs a warning if there are others.
 
         Args:
             uri: The checkpoint or its commit object, for messages.
 
         Raises:
-            CheckpointCorruptError: If a name in another writer's metadata leads out of the folder.
+            CheckpointCorruptError: If a name in another writer's metadata is invalid, or leads out
+                of the folder.
         """
         if self.record is not None:
             return {one.name for one in self.record.objects}

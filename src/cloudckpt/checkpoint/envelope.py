@@ -182,7 +182,7 @@ _one_at_a_time = module_lock()
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Suppresses the Python warnings of all threads; only one thread at a time enters."""
+    """Suppresses the Python warnings of all threads within a block; one thread at a time enters."""
     # two threads at once would restore each other's filters
     with _one_at_a_time, warnings.catch_warnings():
         warnings.simplefilter("ignore")

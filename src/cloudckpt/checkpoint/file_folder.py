@@ -1,4 +1,4 @@
-"""The names of the objects that store a folder of files, and the checksum of its manifest.
+"""The names of the objects that store a folder of files, and the checksums of its list of files.
 
 Some libraries write files to a folder with a temporary name, and commit them by renaming it. In a
 store, a *manifest* in the folder with the final name says which object has the bytes of which file.
@@ -51,6 +51,8 @@ def content_name(name: str, attempt: str) -> str:
 def record_name(name: str, job: str) -> str:
     """Returns the name of the record of a file that is not committed yet.
 
+    The record is an object that names the object with the file's bytes.
+
     Args:
         name: The name or key of the file.
         job: Sixteen hexadecimal digits that all ranks of the job share, and no other job has.
@@ -81,7 +83,7 @@ def inside(folder: str) -> str:
 
 
 def folder_of(key: str) -> str:
-    """Returns the folder of a key, without a slash at its end."""
+    """Returns the folder of a key, without a slash at its end; empty if the key has no slash."""
     return key.rpartition("/")[0]
 
 
@@ -92,9 +94,10 @@ def folders_above(key: str) -> list[str]:
 
 
 def drawn_part(key: str) -> bytes:
-    """Returns the random digits in a result of :func:`content_name` or :func:`record_name`.
+    """Returns the sixteen digits in a result of :func:`content_name` or :func:`record_name`.
 
-    A manifest that names an object contains its random digits.
+    They are those of its attempt or job, as bytes. A manifest contains the digits of the objects
+    that it names, and of its job.
     """
     return key.split(".")[-2].encode()
 
@@ -106,10 +109,10 @@ def sealed(line: bytes) -> bytes:
 
 
 def unsealed(data: bytes | bytearray, uri: str) -> bytes:
-    """Returns the line of JSON in the result of :func:`sealed`, after checking its CRC32C.
+    """Returns the line of JSON, with its newline, in the result of :func:`sealed`, if it is intact.
 
     Raises:
-        CheckpointCorruptError: If it does not match its checksum.
+        CheckpointCorruptError: If the line does not match its checksum, or is cut off.
     """
     line, seal = bytes(data[:-9]), data[-9:]
     if len(data) < 10 or seal != f"{CRC32C.of(line):08x}\n".encode():

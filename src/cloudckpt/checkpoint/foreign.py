@@ -58,14 +58,15 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
     """Parses the pickle in ``.metadata``, of cloudckpt or of another writer.
 
     Args:
-        data: The bytes of the commit object.
+        data: All bytes of the commit object.
         uri: The URI of the commit object, for messages.
         trust_pickle: Whether the pickle may run any code, instead of only naming classes that are
             known as harmless.
 
     Raises:
         UntrustedPickleError: If the pickle needs a class or function that is not known as harmless.
-        CheckpointCorruptError: If the pickle is damaged, or not metadata.
+        CheckpointCorruptError: If the pickle is damaged, is not metadata, or, with
+            ``trust_pickle``, needs a class that can't be imported here.
     """
     body = pickle_in(data, uri)
     try:
@@ -106,7 +107,7 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
 def _instance_of(cls: type[Any], *, more: bool = False) -> Constructor:
     """Returns a constructor of instances of a dataclass of torch, given their pickled state.
 
-    It raises ValueError if a field is missing or unknown, or if there are arguments.
+    The constructor raises ValueError if a field is missing or unknown, or there are arguments.
 
     Args:
         cls: The class.
@@ -182,8 +183,9 @@ def _place_of_another_library(builder: Builder, stub: Stub) -> Any:
     Some libraries, such as OLMo-core, describe the location of an item by a class of their own.
 
     Raises:
-        UnknownNameError: If the instance does not have these fields.
-        ValueError: If a field is invalid.
+        UnknownNameError: If the instance has no field ``relative_path``, or is not made from fields
+            alone.
+        ValueError: If another field is missing or unknown, or a field is invalid.
     """
     state = stub.state
     is_plain = not stub.is_call and stub.entries is None and type(state) is dict

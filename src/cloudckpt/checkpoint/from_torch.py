@@ -75,11 +75,11 @@ def table_of_metadata(metadata: Metadata) -> Table:
 
 
 def _form(name: str, entry: TensorStorageMetadata) -> Form:
-    """Returns the form of a tensor, after checking its metadata.
+    """Returns the form of a tensor (shape and element type), after checking its metadata.
 
     Raises:
-        NotInColumnsError: If the metadata has other classes than torch's, or if a chunk does not
-            have as many dimensions as the tensor.
+        NotInColumnsError: If the metadata has other classes than torch's, a chunk does not have as
+            many dimensions as the tensor, or the shape is invalid (:meth:`Form.of`).
     """
     properties, chunks, dims = entry.properties, entry.chunks, len(entry.size)
     is_plain = type(properties) is TensorProperties and type(chunks) is list
@@ -141,7 +141,7 @@ def _is_plain(item: WriteItem) -> bool:
 
 
 def _kind(item: WriteItem) -> tuple[Any, ...]:
-    """Returns what all items of a name have in common: type and, of a tensor, shape and dtype."""
+    """Returns an item's type and, of a tensor, shape and dtype; equal for all items of a name."""
     data = item.tensor_data
     return (item.type, *(() if data is None else (data.size, data.properties.dtype)))
 

@@ -1,8 +1,8 @@
-"""Writes the index at the end of a data object: its items' sizes, and the checksums of all blocks.
+"""Encodes the index at the end of a data object: its items' sizes and types, and all checksums.
 
 Each item begins at the first multiple of 64 after the item before it, and so does the index after
 the last item. So it holds no offsets: they follow from the lengths. A reader trusts it only if its
-size and CRC32C are those in the commit object. ``object_index`` reads it.
+size and CRC32C are those in the commit object. ``object_index`` parses it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,10 @@ def save_id_of(attempt: str) -> str:
 
 
 def lazy_metadata(record: Record) -> Metadata:
-    """Returns torch's metadata for a record with a table; the values in it are made on access."""
+    """Returns torch's metadata for a record with a table; the values in it are made on access.
+
+    Only the paths, ``planner_data``, are copied at once.
+    """
     assert record.table is not None
     paths = record.table.paths
     metadata: Any = Metadata(state_dict_metadata={})

@@ -68,7 +68,7 @@ class _Digest:
         self._known: dict[int, tuple[bytes, object]] = {}
 
     def add(self, value: Any) -> None:
-        """Adds a value to the hash; only the name of its class if its contents can't be read."""
+        """Adds a value to the hash, with the name of its class for contents that can't be read."""
         kind = type(value)
         if kind in _ATOMS:
             self._put(f"{kind.__name__} {value!r}")
@@ -143,8 +143,9 @@ class _Digest:
 def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields a tensor's elements in row-major order, as slices in host memory.
 
-    A contiguous tensor in host memory is yielded itself. Of any other, copies are yielded, each of
-    at most 64 MiB, or of one index of the first dimension.
+    A contiguous tensor in host memory is yielded itself, if it is not a negated or conjugate view.
+    Any other is divided into slices of at most 64 MiB, or of one index of the first dimension.
+    These are copied, unless they are contiguous in host memory.
     """
     if is_plain(tensor):
         yield tensor

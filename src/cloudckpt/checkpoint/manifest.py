@@ -1,4 +1,4 @@
-"""Merges the records of all ranks into one, and makes the bytes of the commit object from it.
+"""Merges what all ranks have recorded into one record, and makes the commit object's bytes from it.
 
 Both are made anew for each commit, from what all ranks have written. A later save of the same
 structure reuses only the plan.
@@ -99,7 +99,7 @@ class Planned:
 
         Raises:
             DifferentCheckpointsError: If a rank has written to another location.
-            IncompleteSaveError: If a rank has not written exactly the items of its plan, or its
+            IncompleteSaveError: If a rank has not written as many items as it planned, or its
                 report is inconsistent.
         """
         folder = CheckpointURI.parse(uri).folder
@@ -159,7 +159,7 @@ class Manifest:
 
         Args:
             record: The record of what all ranks have written.
-            uri: The checkpoint, for messages.
+            uri: The checkpoint, for messages; None to name none.
 
         Raises:
             UnsupportedValueError: If the format can't express the record.
@@ -221,15 +221,15 @@ def earlier_objects(records: Iterable[Record], folder: str) -> set[str]:
 
 
 def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
-    """Checks that the ranks have written each item of the table, and no other items.
+    """Checks that the ranks' plans have each item of the table, and no other items.
 
     Args:
         table: The items that were planned.
-        rows: For each rank, the rows of its items in the table; -1 for an item that it lacks.
+        rows: For each rank, the rows of its items in the table; -1 for an item that is not there.
         uri: The checkpoint, for messages.
 
     Raises:
-        IncompleteSaveError: If no rank has written an item, or a rank has written an unknown one.
+        IncompleteSaveError: If no rank plans an item, or a rank plans an unknown one.
     """
     is_written = torch.zeros(table.count, dtype=torch.bool, device="cpu")
     for rank, of_rank in enumerate(rows):

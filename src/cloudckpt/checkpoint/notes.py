@@ -122,8 +122,8 @@ class Notes:
         """Returns whether ``other`` are the notes of a checkpoint of the same training as this one.
 
         That is a checkpoint of the same job; or one of an earlier job that this job continues, if
-        it is not after the step from which the next job continued. Checkpoints whose job is
-        unknown count as of the same job.
+        its step is known, and not after the one from which the next job continued. Two checkpoints
+        whose jobs are both unknown count as of the same job.
         """
         last = self.continues.get(other.job, -1)
         return other.job == self.job or (other.step is not None and other.step <= last)
@@ -199,7 +199,7 @@ def _plain(value: Any) -> Any:
     """Converts a scalar of numpy or torch to a Python number.
 
     Raises:
-        TypeError: If the value is of another library.
+        TypeError: If the value has no method ``item``, as those of both libraries have.
         ValueError: If it is an array of numpy with several elements.
         RuntimeError: If it is a tensor with several elements.
     """

@@ -68,6 +68,10 @@ def send(
         buffers: The memory that the plans refer to.
         group: The threads that send requests.
         stats: Counts the bytes sent.
+
+    Raises:
+        TensorChangedError: If a tensor was written to meanwhile.
+        StoreError: If the store refuses or stays unreachable.
     """
     objects: list[_Object] = []
 
@@ -229,7 +233,7 @@ class StoredForm(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The location of a written item: the object's number, and the byte range with the envelope."""
+    """The location of an item: the object's number, and the byte range with the envelope."""
 
     object: int
     offset: int
@@ -273,12 +277,12 @@ class Buffers(Protocol):
         """Yields a view of each item's bytes, which is valid until the next view is taken."""
 
     def pieces(self, buffer: int, start: int, nbytes: int) -> Iterable[Piece]:
-        """Returns the bytes of one item as pieces to be sent."""
+        """Returns an item's ``nbytes`` bytes, at ``start`` in a buffer, as pieces to be sent."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """What all objects of one rank in a save have in common: checkpoint, rank and options.
+    """The checkpoint, rank and options that all objects of one rank in a save have in common.
 
     Attributes:
         uri: The checkpoint.

@@ -91,7 +91,7 @@ _STEP = re.compile(r"step-(0|[1-9]\d{0,17})", re.ASCII)
 
 
 def is_step_name(name: str) -> bool:
-    """Returns whether this is the name of a step in runs with default names: ``step-100``."""
+    """Returns whether a name is a step's in a run with default names, such as ``step-100``."""
     return _STEP.fullmatch(name) is not None
 
 
@@ -142,8 +142,8 @@ _DRAWN = re.compile(
 def is_drawn_name(name: str) -> bool:
     """Returns whether a name has random digits, in a form that only cloudckpt makes.
 
-    These are the names of data objects, pending objects, marks, and objects for tests. Such a name
-    is never used twice.
+    These are the names of data objects, pending objects (:func:`pending_name`), marks
+    (:func:`keep_name`), and objects for tests. Such a name is never used twice.
     """
     if _OF_DATA.fullmatch(name) or _DRAWN.fullmatch(name):
         return True
@@ -233,7 +233,7 @@ class WrittenObject:
 
         Raises:
             ValueError: If a field is invalid.
-            TypeError: If ``fields`` is not a list, or has the wrong length.
+            TypeError: If ``fields`` can't be iterated over, or has the wrong length.
         """
         made = cls(*fields)
         numbers = made.rank, made.ordinal, made.size, made.checksum, made.index_size, made.index_crc
@@ -255,7 +255,7 @@ def check_attempt(attempt: object) -> None:
     """Checks that ``attempt`` can be the random name of a save, as keys are made from it.
 
     Raises:
-        ValueError: If it is not a string of 16 hexadecimal digits.
+        ValueError: If it is not a string of 16 lower-case hexadecimal digits.
     """
     if type(attempt) is not str or not re.fullmatch("[0-9a-f]{16}", attempt):
         raise ValueError(
@@ -312,7 +312,7 @@ def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
 
 
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
-    """Returns a hint for an error message, which names checkpoints beneath a location.
+    """Returns a hint for an error message, which names up to four checkpoints beneath a location.
 
     It is empty if the first 5000 keys beneath it show no checkpoint, or if listing them fails;
     nothing is retried.
@@ -360,10 +360,11 @@ def look_for(
     config: Config,
     wrong: Callable[[WrittenObject, str], CloudCheckpointError],
 ) -> None:
-    """Checks that objects exist as their ranks have reported them.
+    """Checks that objects exist, with the sizes that their ranks have reported.
 
-    An object missing from a listing is requested individually before it counts as missing: listings
-    may be refused, and network file systems may return stale ones.
+    If a folder has many of the objects, it is listed. An object missing from a listing is requested
+    individually before it counts as missing: listings may be refused, and network file systems may
+    return stale ones.
 
     Args:
         store: The store of ``uri``.
@@ -410,7 +411,7 @@ def _listed(
 ) -> set[str]:
     """Returns the names of those objects that a listing shows with the size that was reported.
 
-    It returns none if the store refuses to list them.
+    If the store refuses to list them, it logs a warning, and returns an empty set.
 
     Args:
         store: The store of ``uri``.

@@ -40,10 +40,12 @@ class Pending:
             save.
         rank: The rank.
         ranks: How many ranks there are.
-        job: The job that had claimed the run; empty if no job had.
+        job: The random name of the job that had claimed the run, by an object in it that names the
+            only job that may write; empty if no job had.
         attempt: The random name that this rank's writer has drawn; that of the coordinator becomes
             the random name of the checkpoint.
-        plan: The rank's items: the bytes of a record without locations.
+        plan: The rank's items: the bytes of a record (:mod:`~cloudckpt.checkpoint.record`) without
+            locations.
         record: Their locations: the bytes of a record without a table and without objects.
         notes: The notes for the checkpoint.
         copies: A number for the values that other ranks hold as well; if these are equal on all

@@ -205,6 +205,7 @@ class Builder:
         Raises:
             UnknownNameError: If a class or function is not known.
             ValueError: If the description is inconsistent.
+            TypeError: If an argument in it has a wrong type.
         """
         if type(thing) in _ATOMS:
             return thing

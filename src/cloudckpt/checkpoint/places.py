@@ -38,7 +38,8 @@ class ItemPlace:
     """The byte range of an item, and the tensor in it.
 
     Attributes:
-        whole: The range of all bytes of the item in its object.
+        whole: The range of the item's payload in the object, if an index describes it; otherwise of
+            all bytes of the item.
         tensor: The plain tensor in it; None if only ``torch.load`` can read the item.
         transforms: The stream transforms (compression) that torch's writer applied to it.
     """
@@ -87,7 +88,7 @@ class Places:
         config: Config,
         stats: TransferStats,
     ) -> list[ItemPlace]:
-        """Returns the locations of items, in the same order.
+        """Returns the locations of items, in the order of ``indices``.
 
         It reads the indexes of their objects, and of objects without an index both ends of the
         items that hold tensors.
@@ -228,7 +229,7 @@ class Places:
         Args:
             indices: The items.
             damaged: Called with the error of each item for which another writer's metadata has no
-                location; it is left out.
+                valid location. If it does not raise, the item is left out.
 
         Raises:
             CheckpointCorruptError: If cloudckpt's metadata has no location for an item; or if
@@ -259,7 +260,7 @@ class Places:
         """Returns the description of one item in torch's metadata.
 
         Raises:
-            CheckpointCorruptError: If the metadata has no location for the item.
+            CheckpointCorruptError: If the metadata has no valid location for the item.
         """
         metadata = None if self._commit is None else self._commit.metadata
         places = None if metadata is None else metadata.storage_data

@@ -164,7 +164,7 @@ class Record:
         return dataclasses.replace(self, extents=Extents.none(), unmoved=earlier.digest())
 
     def completed(self, earlier: Extents) -> Record:
-        """Returns the record with the extents that :meth:`without` has removed.
+        """Returns the record with the extents that :meth:`without` has removed, if it has.
 
         Raises:
             ValueError: If extents were removed, and ``earlier`` differs from them.
@@ -185,7 +185,7 @@ class Record:
         return self.objects[number], offset, length
 
     def check_extents(self) -> None:
-        """Checks that all items are within their objects, before the indexes of these.
+        """Checks that each item lies within its object, in front of the object's index.
 
         Raises:
             ValueError: If an item is not.

@@ -1,10 +1,10 @@
 """Keeps the objects of a checkpoint for as long as another checkpoint refers to them.
 
-A save may refer to data objects of sibling checkpoints: of its *base*, and of those that the base
-itself refers to. Deleting or replacing a checkpoint must keep what others need, including what a
-save needs that has not committed yet. Saves and deletions share nothing but the store, which has no
-transactions. So there are *marks*: a save puts a small object ``.cloudckpt-keep.<a>``, named after
-its own random name, into each folder that it may refer to.
+A save may refer to data objects of sibling checkpoints: of its *base*, an earlier checkpoint, and
+of those that the base itself refers to. Deleting or replacing a checkpoint must keep what others
+need, including what a save needs that has not committed yet. Saves and deletions share nothing but
+the store, which has no transactions. So there are *marks*: a save puts a small object
+``.cloudckpt-keep.<a>``, named after its own random name, into each folder that it may refer to.
 
 **Holding a base** (:class:`Hold`). The save reads the base's commit object, puts its marks into the
 base's folder and into all folders that the base refers to, checks that all objects exist, and
@@ -93,7 +93,8 @@ class Hold:
     Attributes:
         base: The location of the base.
         commit: The commit object of the base.
-        folders: The names of the folders that carry a mark of the save.
+        folders: The names of the folders with a mark of the save, a small object that protects
+            the data objects there.
     """
 
     base: CheckpointURI
@@ -113,12 +114,12 @@ class Hold:
         config: Config,
         attempt: str,
     ) -> Hold | None:
-        """Puts marks of a save into a base and all folders that it refers to.
+        """Marks a base and all folders that it refers to, so that a save can use their objects.
 
         The module's docstring has the protocol.
 
         Args:
-            store: The store of both.
+            store: The store of the checkpoint and its base.
             uri: The checkpoint to be saved.
             base: The earlier checkpoint, in the same parent folder.
             config: Options.
@@ -197,7 +198,7 @@ class Hold:
 
 
 def check_beside(uri: CheckpointURI, base: CheckpointURI) -> None:
-    """Checks that a base is in the same parent folder as ``uri``, as references require.
+    """Checks that a base, to which ``uri`` is to refer, is in the same parent folder as ``uri``.
 
     Raises:
         ConfigError: If the base is in another folder, or either location is a root, which has no
@@ -275,7 +276,10 @@ def _mark_in(uri: CheckpointURI, folder: str, attempt: str) -> str:
 
 
 def data_keys(uri: CheckpointURI, commit: CommitObject) -> dict[str, set[str]]:
-    """Returns the keys of a checkpoint's data objects, by the folder that contains them."""
+    """Returns the keys of a checkpoint's data objects, by the folder that contains them.
+
+    There are none if another library saved the checkpoint.
+    """
     found: dict[str, set[str]] = {}
     for one in commit.objects:
         found.setdefault(one.folder or uri.folder, set()).add(uri.key(one.name))
@@ -292,7 +296,7 @@ def release(
 ) -> list[str]:
     """Returns the keys of a deleted or replaced checkpoint's objects that nothing needs any more.
 
-    It also deletes that checkpoint's marks in other checkpoints.
+    It also deletes the marks by which that checkpoint has protected objects of other checkpoints.
 
     Args:
         store: The store.
@@ -306,8 +310,8 @@ def release(
         The keys of the objects to delete.
 
     Raises:
-        StoreError: If the store refuses or stays unreachable: it is then unknown which objects are
-            needed.
+        CloudCheckpointError: If the store refuses or stays unreachable, or a commit object can't be
+            read: it is then unknown which objects are needed.
     """
     assert commit.record is not None  # cloudckpt wrote it
     by_folder = data_keys(uri, commit)
@@ -343,7 +347,8 @@ def protected(
         config: Options.
 
     Raises:
-        StoreError: If the store refuses or stays unreachable.
+        CloudCheckpointError: If the store refuses or stays unreachable, or a commit object can't be
+            read.
     """
     view, kept, unclear = View(uri, config), dict[str, set[str]](), {*wanted}
 

@@ -55,6 +55,8 @@ class Structure:
     def merged(cls, parts: Sequence[Structure], uri: str) -> Structure:
         """Merges the structures of all ranks; of contradicting keys, it uses the lowest rank's.
 
+        Contradictions are logged as warnings.
+
         Args:
             parts: The structure of each rank.
             uri: The checkpoint, for messages.
@@ -299,7 +301,7 @@ class Flat:
 
 
 def is_flattened(value: list[Any]) -> bool:
-    """Returns whether torch flattens a list: if it, or any list in it, has a tensor or dict."""
+    """Returns whether torch flattens a list: whether it, or a list in it, has a tensor or dict."""
     kinds = {*map(type, value)}
     if any(issubclass(kind, (torch.Tensor, Mapping)) for kind in kinds):
         return True

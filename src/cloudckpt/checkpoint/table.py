@@ -237,7 +237,7 @@ class Table:
         return self.name_at(int(torch.searchsorted(ends, column_of([row]), right=True)))
 
     def shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
-        """Returns the shape of the chunk in each of these rows; ``()`` for values."""
+        """Returns the shape of the chunk in each of these rows; ``()`` for scalars and values."""
         found: list[tuple[int, ...]] = [()] * rows.numel()
         for dims, known in self.chunk_rows.items():
             if not known.numel():

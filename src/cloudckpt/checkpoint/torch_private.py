@@ -1,4 +1,4 @@
-"""All private names of torch that cloudckpt uses, for the stored format and for the adapters."""
+"""The private names of torch that the stored format and the adapters need."""
 
 from __future__ import annotations
 

@@ -98,7 +98,9 @@ class Trailer:
 
     @classmethod
     def at_end_of(cls, data: bytes | bytearray, uri: str) -> Trailer | None:
-        """Returns the trailer at the end of ``data``; None if another library wrote the object.
+        """Returns the trailer at the end of ``data``; None if there is none.
+
+        Commit objects of other libraries have none.
 
         Raises:
             CheckpointCorruptError: If the version of the format is unknown, as that of a newer

@@ -67,7 +67,8 @@ def load_saved(file: IO[bytes], map_location: Any = "cpu", *, trust: bool = Fals
         trust: Whether its pickle may run any code.
 
     Raises:
-        pickle.UnpicklingError: If ``trust`` is False, and the value needs code that is not allowed.
+        pickle.UnpicklingError: If ``trust`` is False, and the value needs code that is not allowed;
+            or if its pickle is invalid. Damaged files may also raise other errors.
     """
     start = file.tell()
 
@@ -92,7 +93,7 @@ def untrusted(
 
     Args:
         what: The value, in words.
-        cause: The error of the unpickler, whose message names the code.
+        cause: The error of the unpickler, whose message names the code if the pickle is valid.
         uri: The checkpoint or file.
         item: The name of the value; None in a file.
     """
@@ -128,8 +129,9 @@ def load_item(
         trust: Whether its pickle may run any code.
 
     Raises:
-        UntrustedPickleError: If the value needs code that is not allowed.
-        CheckpointCorruptError: If the value can't be read.
+        UntrustedPickleError: If, without ``trust``, the value needs code that is not allowed, or
+            its pickle is invalid, which torch reports alike.
+        CheckpointCorruptError: If the value can't be read for another reason.
         CheckpointError: If the device that ``map_location`` or the item names can't take the
             tensors in it: this machine lacks the device, or its memory is full.
     """
@@ -163,8 +165,9 @@ def load_tensor(
     """Loads a tensor that ``torch.save`` wrote in a form other than a plain tensor's.
 
     Raises:
-        UntrustedPickleError: If it needs code that torch does not allow.
-        CheckpointCorruptError: If it can't be read, or is not a tensor.
+        UntrustedPickleError: If, without ``trust``, it needs code that is not allowed, or its
+            pickle is invalid.
+        CheckpointCorruptError: If it can't be read for another reason, or is not a tensor.
     """
     loaded = load_item(data, item, uri, trust=trust)
     if not isinstance(loaded, torch.Tensor):
@@ -180,11 +183,12 @@ def load_tensor(
 def load_plain(file: IO[bytes], map_location: Any = "cpu") -> Any:
     """Loads a value by ``torch.load`` with ``weights_only``, without running unknown code.
 
-    What torch refuses is loaded by this module's own unpickler, which also accepts the classes that
-    the module's docstring lists.
+    A zip archive that torch refuses is loaded by this module's own unpickler, which also accepts
+    the classes that the module's docstring lists, unless ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` is set.
 
     Raises:
-        pickle.UnpicklingError: If the file needs any other code, or its pickle is invalid.
+        pickle.UnpicklingError: If the file needs any other code, or its pickle is invalid. Damaged
+            files may also raise other errors.
     """
     start = file.tell()
     try:
