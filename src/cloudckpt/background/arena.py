@@ -288,7 +288,7 @@ def _cgroups(memberships: str) -> Iterator[tuple[str, tuple[str, str, str]]]:
 
     With each folder it yields the names of the files that have the cgroup's limit, the memory in
     use, and statistics. In a container the path of the cgroup itself may not exist, as its folder
-    is mounted as the root; then the last ancestor is the root.
+    is mounted as the root; its files are then in the last folder yielded.
     """
     for line in memberships.splitlines():
         _, _, rest = line.partition(":")

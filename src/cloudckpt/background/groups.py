@@ -39,7 +39,7 @@ class _Kept:
 
     Attributes:
         free: Groups that no saver uses.
-        opened: How often a group was opened, by its ranks.
+        opened: For each set of ranks, how often savers have opened a group of it.
     """
 
     free: list[dist.ProcessGroup] = field(default_factory=list)
@@ -57,7 +57,9 @@ def open_group(
     collective_timeout: float,
     have_met: bool = False,
 ) -> dist.ProcessGroup:
-    """Opens a gloo group, which nothing else uses, of the ranks of ``parent``; a collective call.
+    """Returns a gloo group of the ranks of ``parent``; a collective call.
+
+    Nothing else uses the group: it is new, or was kept when its saver was closed.
 
     The ranks meet through a store, which does not notice that one has died. So the long timeout
     covers only their arrival; once all have arrived, they connect within seconds or never.

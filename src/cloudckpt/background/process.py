@@ -92,7 +92,7 @@ class SaveProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process ID; None after :meth:`close`."""
+        """The process ID; None after :meth:`close`, or if a dead process could not be replaced."""
         worker = self._worker
         return None if worker is None else worker.pid
 
@@ -135,7 +135,10 @@ class SaveProcess:
 
 
 class _Shared:
-    """The memory shared with the saving process: the arena of the staged copy, and the annex."""
+    """The memory shared with the saving process: the arena of the staged copy, and the annex.
+
+    The annex takes the bytes that are not in the arena, such as pickled values.
+    """
 
     def __init__(self, arena: Arena | None, annex: Annex, pool: StagingPool) -> None:
         self.pool = pool
@@ -167,7 +170,13 @@ class _Shared:
 
 @dataclass
 class ProcessSender:
-    """Makes the process send one save; see :class:`~cloudckpt.checkpoint.shard.Sender`."""
+    """Makes the process send one save; see :class:`~cloudckpt.checkpoint.shard.Sender`.
+
+    Attributes:
+        process: The saving process.
+        arena: The memory of the staged copy; None if a custom stager has made it elsewhere.
+        outlives: Whether the process goes on when this trainer ends before the commit.
+    """
 
     process: SaveProcess
     arena: Arena | None
@@ -182,10 +191,11 @@ class ProcessSender:
         stats: TransferStats,
         pending: Pending | None,
     ) -> tuple[WrittenObject, ...]:
-        """Sends the objects by the process; returns them once the store has all of them.
+        """Has the process send the layout's objects; returns them once the store has all of them.
 
         Raises:
-            CloudCheckpointError: The error with which the process failed to send them.
+            BaseException: The error with which the layout failed to make its plans, or the process
+                to send the objects.
             SaveProcessError: If the process can't be started, dies, or sends no heartbeat.
             StagingMemoryError: If there is no memory for bytes outside the arena.
         """
@@ -246,7 +256,7 @@ class _Worker:
     Attributes:
         is_busy: Whether the process has a job.
         is_stuck: Whether the process last reported that it makes no progress.
-        unsettled: Set as long as the job's outcome is unknown.
+        unsettled: An event, which is set while this trainer does not know the outcome of the save.
     """
 
     def __init__(self, options: BackgroundOptions) -> None:
@@ -318,7 +328,7 @@ class _Worker:
             raise self._death(exc) from exc
 
     def outcome(self) -> Outcome:
-        """Waits for the outcome of the job.
+        """Waits for the outcome of the job, and returns it.
 
         Raises:
             SaveProcessError: If the process ends first, or sends no heartbeat.

@@ -108,7 +108,10 @@ class Save:
         return api.ToSave(self.writer, self.planner)
 
     def fail(self, error: BaseException) -> None:
-        """Records the error that keeps this rank from taking part in the save."""
+        """Records the error that keeps this rank from taking part in the save.
+
+        ``staged`` fails with it, too, unless it is done.
+        """
         self.failure = _as_ours(error, self.where)
         if not self.staged.done():
             self.staged.set_exception(self.failure)
@@ -139,6 +142,9 @@ class Save:
         """Starts the writer, unless it was started before.
 
         The commit may then replace only the checkpoint that is at the location now.
+
+        Args:
+            commits: Whether this rank commits.
         """
         if not self._has_begun_writing:
             self.writer.reset(self.redirect)
@@ -267,7 +273,12 @@ def _checked(made: Any) -> dict[str, Any]:
 
 
 def _as_ours(error: BaseException, where: str) -> CloudCheckpointError:
-    """Returns an error of cloudckpt unchanged; for any other, a StagingError caused by it."""
+    """Returns an error of cloudckpt itself; for any other, a StagingError caused by it.
+
+    Args:
+        error: The error.
+        where: The destination, which becomes the ``uri`` of an error that has none.
+    """
     if isinstance(error, CloudCheckpointError):
         if error.uri is None and where:
             error.uri = where

@@ -170,7 +170,8 @@ class AsyncSaver:
             AsyncSaveError: If no thread can be started, as the interpreter is ending or a limit of
                 the process is reached.
             ClosedError: If the saver was closed, or this process was forked from the saver's.
-            ConfigError: If the saver was made before this rank's process group.
+            ConfigError: If the saver was made before this rank's process group, or has a saving
+                process, which can't work with this writer.
             DifferentCheckpointsError: If the locations differ between ranks.
             SaveInProgressError: If the previous save does not end within ``patience`` seconds on
                 some rank.
@@ -269,6 +270,10 @@ class AsyncSaver:
         """Waits for this save's turn and meets the other ranks; the save may be skipped.
 
         Either all ranks begin the save, or none does.
+
+        Raises:
+            BaseException: See :meth:`Consensus.objection`. The failure of an earlier save is not
+                raised if ``on_failure`` was given and does not raise it.
         """
         save: Save | None = None
         try:
@@ -455,7 +460,7 @@ class AsyncSaver:
             self._on_failure([failed.number], error)
 
     def wait(self) -> None:
-        """Waits for the last save, and raises its failure.
+        """Waits for the last save, and raises its failure, or calls ``on_failure`` if given.
 
         Returns at once if only the futures report failures, or the failure was raised before.
 

@@ -92,9 +92,11 @@ class Job:
     Attributes:
         destination: The checkpoint, the rank, and options.
         plans: The plans to carry out, in this order.
-        sizes: Bytes of the arena and of the annex, whose descriptors follow.
+        sizes: Bytes of the arena (the staged copy) and of the annex (other data), whose
+            descriptors follow.
         variables: The credential variables of the trainer's environment when it sent the job.
-        pending: The pending object to write if the trainer ends; None for none.
+        pending: The record to leave in the store if the trainer ends before it knows the outcome;
+            :func:`finish` adds how much was sent. None to leave none.
     """
 
     destination: Destination
@@ -150,7 +152,7 @@ class CurrentSave:
 
     Attributes:
         save: The save; None between saves.
-        is_orphaned: Whether the trainer has ended.
+        is_orphaned: Whether the trainer has ended, or closed the channel.
     """
 
     def __init__(self) -> None:
@@ -169,7 +171,7 @@ class CurrentSave:
             self._changed.notify_all()
 
     def wait_until_orphaned(self, timeout: float, *, or_sending: bool = False) -> bool:
-        """Waits up to ``timeout`` seconds until the trainer has ended; returns whether it has.
+        """Waits up to ``timeout`` seconds for :attr:`is_orphaned`, and returns it.
 
         With ``or_sending`` it also ends, and returns True, while a save is being sent. A save that
         was sent completely does not count: the message that the save is settled, and the next save,
@@ -184,10 +186,11 @@ class CurrentSave:
             return self._changed.wait_for(is_over, timeout)
 
     def wait_until_sent(self, timeout: float) -> Sending | None:
-        """Waits up to ``timeout`` seconds until the save has ended or all of it was sent.
+        """Waits up to ``timeout`` seconds until all of the save was sent, or it has ended.
 
         Returns:
-            The save, whether or not it was sent; None if it has ended.
+            The save, whether or not it was sent; None if it has ended: it failed, or the trainer
+            knows its outcome.
         """
         with self._changed:
             self._changed.wait_for(
@@ -199,8 +202,9 @@ class CurrentSave:
 def finish(current: CurrentSave, limit: float) -> None:
     """Records in the store how far the save of an ended trainer is, until all its data is sent.
 
-    The next job may commit the save then; another thread sends the data. Does nothing if a
-    checkpoint is at the location already: this save may have committed it.
+    The next job may commit the save then; another thread sends the data. Does nothing if no save
+    is in progress, if its job has nothing ``pending``, or if a checkpoint is at the location
+    already: this save may have committed it. Errors of the store are logged.
 
     Args:
         current: The save.

@@ -57,7 +57,7 @@ class StagedState:
     Attributes:
         state_dict: The copied state dict.
         arena: The arena that holds its tensors.
-        size: Bytes copied.
+        size: Bytes of the arena that the copy takes.
     """
 
     state_dict: dict[str, Any]
@@ -272,7 +272,7 @@ class Stager(AsyncStager):
         group.map(_copy_all, [chunks[start :: self._threads] for start in range(self._threads)])
 
     def synchronize_staging(self) -> None:
-        """Does nothing: the futures report when copies are done."""
+        """Does nothing: :meth:`stage` itself waits until the memory is filled."""
 
     def close(self) -> None:
         """Frees the memory; a copy still being read keeps its memory until it is released."""
@@ -410,7 +410,7 @@ class Layout:
         self._others.append((tensor, path))
 
     def _add(self, tensor: torch.Tensor) -> bool:
-        """Plans the copy of a tensor that is plain memory; returns False if that is gone."""
+        """Plans the copy of a tensor that is plain memory; returns False if its memory is gone."""
         if tensor.numel() == 0:  # its storage may be freed, and its offset be anything
             self._planned[id(tensor)] = tensor
             return True
@@ -486,7 +486,11 @@ class Layout:
         return made.set_(region.copy, offset, tensor.size(), tensor.stride())
 
     def _copy_other(self, tensor: Any, memo: dict[int, Any], path: _Path) -> torch.Tensor:
-        """Copies a tensor that is not plain memory, whose inner tensors were copied."""
+        """Copies a tensor that is not plain memory, whose inner tensors were copied.
+
+        Raises:
+            StagingError: If it can't be copied or pickled.
+        """
         if id(tensor) in self._parts:
             parts, context = self._parts[id(tensor)]
             inner = {name: memo.get(id(part), part) for name, part in parts.items()}
@@ -539,7 +543,11 @@ def _why_not_copied(tensor: torch.Tensor) -> str:
 
 
 def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.Tensor:
-    """Copies a tensor outside of the arena, even if torch can't deep-copy its class."""
+    """Copies a tensor outside of the arena, even if torch can't deep-copy its class.
+
+    Raises:
+        StagingError: If it can't be copied or pickled.
+    """
     alone = tensor if tensor.is_leaf else tensor.detach()
     try:
         made: torch.Tensor = _copied(alone, memo, path, {})

@@ -113,6 +113,7 @@ class Content:
         Raises:
             UnsupportedValueError: If a container contains itself or is nested too deeply, or if a
                 tuple, which is saved as one value, holds a ``Stateful`` or a ``PerRank``.
+            Exception: An error of a ``state_dict()``, with a note that has its name.
         """
         self.notes: list[str] = []
         self.left_alone: dict[str, str] = {}
@@ -187,6 +188,11 @@ class Content:
 
         Returns:
             The original state dict.
+
+        Raises:
+            MissingKeyError: If a dict or list was loaded as one value, which lacks one of its
+                entries.
+            Exception: An error of a ``load_state_dict()``, see :func:`_fill`.
         """
         return self._put(self._given, loaded, ())
 

@@ -162,7 +162,12 @@ class Digests:
         self._meshes: dict[int, frozenset[int]] = {}
 
     def add(self, item: WriteItem, data: Any) -> None:
-        """Makes the digest of an item from ``data``, which the planner has returned for it."""
+        """Makes the digest of an item, unless it was made before.
+
+        Args:
+            item: The item; nothing is done for an item that is not in :attr:`items`.
+            data: The data that the planner has returned for it.
+        """
         if self._left.pop(item.index, None) is not None:
             self._add(item, _value(item, self.planner, lambda: data))
 

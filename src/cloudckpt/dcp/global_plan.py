@@ -170,12 +170,12 @@ class _Items:
         )
 
     def kept(self, to_lowest_rank: bool) -> torch.Tensor:
-        """Returns the items that are written: one of each group of duplicates, and all others.
+        """Returns the items to write, by number: one of each group of duplicates, and all others.
 
         With ``to_lowest_rank``, a duplicate is written by the lowest rank that has it. Otherwise
-        each is assigned, in the order in which torch meets them, to the rank that has the least to
-        write so far: the items that it alone has, as far as torch has visited them by then, and the
-        duplicates assigned to it.
+        each is assigned, in the order in which torch meets them, to the one of its ranks that has
+        the least to write so far: the items that it alone has, as far as torch has visited them by
+        then, and the duplicates assigned to it.
 
         Raises:
             IncompleteSaveError: If a rank has the same item twice.
@@ -298,7 +298,10 @@ def _kind(form: Form) -> str:
 
 
 def _weight(form: Form) -> int:
-    """Returns the size by which torch divides work: the bytes of the whole tensor; at least 1."""
+    """Returns the size by which torch divides work: the bytes of the whole tensor; at least 1.
+
+    A value that is not a tensor counts as 1.
+    """
     return 1 if form.shape is None else math.prod(form.shape) * form.dtype.itemsize or 1
 
 

@@ -57,6 +57,10 @@ def agree_on_base(meeting: Meeting, writer: CloudStorageWriter, *, is_planned: b
         meeting: The meeting of the saving ranks; all of them call this.
         writer: This rank's writer.
         is_planned: Whether this save has made a new plan.
+
+    Raises:
+        BaseException: On all ranks, see :meth:`Meeting.combined_by_first`; for example a
+            ConfigError if the given base is not in the same folder as the checkpoint.
     """
     known = _remembered(meeting.group, writer.uri)
 
@@ -84,16 +88,17 @@ def agree_on_base(meeting: Meeting, writer: CloudStorageWriter, *, is_planned: b
 def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None:
     """Chooses the base of a save, and protects it from deletion until the commit.
 
-    Called on the rank that commits. The base is the one that the writer was given, and no other;
-    without one ``last``, or if that can't be held, the newest earlier step beside the checkpoint.
+    Called on the rank that commits. The base is the one that the writer was given, and no other.
+    If it was given none, the base is ``last`` or, if that can't be held, the newest earlier step
+    beside the checkpoint.
 
     Args:
         writer: The writer.
         last: The last step that this process has saved in the same folder; None if none is known.
 
     Returns:
-        The hold; None if there is no such checkpoint, or none that can be held: the save then sends
-        everything.
+        The hold, which protects the base; None if there is no such checkpoint, or none that can be
+        held: the save then sends everything.
 
     Raises:
         ConfigError: If the given base is not in the same folder as the checkpoint.
@@ -105,9 +110,15 @@ def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None
 
 
 def _held(writer: CloudStorageWriter, base: CheckpointURI | None) -> Hold | None:
-    """Returns a hold on ``base``, or on the :func:`newest_beside` step if that is None.
+    """Returns a hold on a base, which protects it from deletion.
 
-    Returns None, with a warning, if it can't be held; and None if there is no earlier step.
+    Args:
+        writer: The writer.
+        base: The base; None for the :func:`newest_beside` step.
+
+    Returns:
+        The hold. None, after a warning, if the base can't be held; None without a warning if there
+        is no earlier step, or the location has no folder.
     """
     uri, config = writer.uri, writer.config
     why: object = "it was not saved with Config(incremental=True), or is being replaced or deleted"
@@ -140,7 +151,7 @@ _lock = module_lock()
 
 
 def remember(members: dist.ProcessGroup | None, writer: CloudStorageWriter, attempt: str) -> None:
-    """Keeps the locations of this rank's items in a checkpoint, for the next save to a sibling.
+    """Keeps in memory where this rank's items are in a checkpoint, for the next save beside it.
 
     Args:
         members: The group that saved the checkpoint; None if this process saved it alone.
@@ -161,7 +172,10 @@ def remember(members: dist.ProcessGroup | None, writer: CloudStorageWriter, atte
 def _remembered(
     members: dist.ProcessGroup | None, uri: CheckpointURI
 ) -> tuple[CheckpointURI, Base] | None:
-    """Returns the last step that these ranks saved beside ``uri``, and its items; None if none."""
+    """Returns the last step that these ranks saved beside ``uri``, and this rank's items in it.
+
+    None if this process remembers none.
+    """
     with _lock:
         return _bases.get(_steps(members, uri))
 

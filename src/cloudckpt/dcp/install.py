@@ -50,6 +50,8 @@ def chosen_config() -> Config | None:
 def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     """Replaces functions of torch in this process; implements :func:`cloudckpt.install`.
 
+    If they are replaced already, only the options change.
+
     Raises:
         InstallError: If this torch does not have them in a form that is known; nothing is replaced.
         ConfigError: If ``config`` is not a Config.
@@ -152,7 +154,8 @@ def _becoming(theirs: Any, ours: type[Any]) -> Callable[..., None]:
 
     The class itself is changed, as frameworks have already imported it by name. An object of a
     derived class keeps its class, since only that knows what it adds: its own constructor goes on
-    if the class accepts the URI, and otherwise raises an InstallError.
+    if the class accepts the URI, and otherwise the call raises an InstallError. An argument of
+    torch's class that has no meaning in a store raises a ConfigError.
     """
     original = theirs.__init__
     signature = inspect.signature(original)

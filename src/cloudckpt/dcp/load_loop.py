@@ -70,6 +70,8 @@ def load_together(
 
     Raises:
         CloudCheckpointError: As :func:`cloudckpt.load`.
+        Exception: An error of ``begin`` or of a ``load_state_dict()``, unchanged, if this process
+            loads alone.
     """
     with all_expected(meeting.group):
         try:
@@ -107,8 +109,8 @@ class _Terms(NamedTuple):
         begins: Whether the first rank can load.
         gathers: Whether the first rank needs the plans of all ranks.
         shares: Which ranks share their reads, see ``Config.shared_reads``.
-        metadata: The metadata that the first rank has read; None if each rank reads it itself, or
-            this process loads alone.
+        metadata: The metadata that the first rank has read; None if each rank reads it itself,
+            this process loads alone, or the first rank can't load.
     """
 
     location: str = ""
@@ -176,7 +178,10 @@ class _Load:
             raise one_error({0: error}, 0, LOADING, self._uri) from error
 
     def reported(self) -> LoadReport:
-        """Returns the report of the load, which rank 0 logs; logs the notes of the content."""
+        """Returns the report of the load; logs the notes of the content.
+
+        Rank 0 also logs the report, unless the planner's ``logs`` is False.
+        """
         planner, content, uri = self._planner, self.content, self._uri or ""
         for note in content.notes:
             logger.warning("%s: %s", uri, note)
@@ -289,7 +294,15 @@ class _Load:
     def _prepare(
         self, plan: LoadPlan, shares: str, until_the_end: contextlib.ExitStack
     ) -> Offer | None:
-        """Locates the bytes of a plan; returns which reads can be shared, None if none are.
+        """Finishes a plan and, if the reader is cloudckpt's own, locates its bytes.
+
+        Args:
+            plan: This rank's plan.
+            shares: See :class:`_Terms`.
+            until_the_end: Takes the resources that are released when the load has ended.
+
+        Returns:
+            This rank's report of the reads that it can share; None if no reads are shared.
 
         Raises:
             MissingKeyError: If an earlier try has begun to fill an entry that this one does not

@@ -433,7 +433,10 @@ def _ready_to_load(value: Any, path: tuple[Any, ...], allocates: bool) -> Any:
 
 
 def _why_not(value: Any, entry: Entry) -> str:
-    """Returns why a saved tensor can't be loaded into a value; empty if it can."""
+    """Returns why a saved tensor can't be loaded into a value; empty if it can.
+
+    Element types are not compared.
+    """
     if not (isinstance(value, _TENSORS) or hasattr(value, "__create_chunk_list__")):
         shape = entry.shape
         return (

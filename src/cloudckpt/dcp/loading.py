@@ -207,7 +207,7 @@ def _waited(work: dist.Work | None) -> RuntimeError | None:
 
 @dataclass(eq=False, slots=True)
 class _Delivery:
-    """The ranges to read for an item, and the tensors in whose memory it is stored.
+    """The ranges to read for an item, and the tensors into whose memory it is loaded.
 
     Attributes:
         owner: The entry of the state dict, or the chunk of its tensor, that the item belongs to.
@@ -274,7 +274,10 @@ class Load:
         self._shared = SharedMemory([(one.owner, one.memory) for one in self._deliveries])
 
     def segments(self) -> list[Segment]:
-        """Returns the reads that ranks may fetch for each other: those of the first round."""
+        """Returns the reads that ranks may fetch for each other.
+
+        These are the reads of the first round, see :attr:`SharedMemory.rounds`.
+        """
         return segments_for(self._wanted(0), self.config)
 
     def run(self, shared: SharedReads | None = None) -> None:
@@ -286,6 +289,8 @@ class Load:
 
         Raises:
             KeyCollisionError: If tensors that share memory have different values in the checkpoint.
+            CloudCheckpointError: The other errors of :meth:`CloudStorageReader.read_data` and, if
+                reads are shared, of :meth:`SharedReads.carry_out`.
         """
         rounds = self._shared.rounds
         last = max(rounds.values(), default=0)
@@ -451,7 +456,7 @@ def _row_bytes(box: Box, stored: StoredTensor) -> int:
 def _untransformed(
     place: ItemPlace, data: bytearray | memoryview
 ) -> bytes | bytearray | memoryview:
-    """Returns the item's bytes as they were before torch's writer compressed them."""
+    """Returns the item's bytes as they were before torch's writer transformed (compressed) them."""
     if not place.transforms:
         return data
     stream: Any = io.BytesIO(data)

@@ -8,9 +8,9 @@ do the same at the end of parts of the work, such as the reads of a load.
 A rank that waits for others logs after 15 s which of them have not arrived: ``if rank == 0:
 cloudckpt.save(...)`` would wait until the timeout of the process group, half an hour by default,
 and then fail with a network error. The waiting ranks are recorded in the store through which the
-group's ranks met. A rank puts its mark there only after waiting for a while, from a separate
-thread, and removes it when the wait is over: a call to which all ranks come in time makes no
-request to the store.
+group's ranks met. A rank records itself there only after waiting for a while, from a separate
+thread, and removes the record when the wait is over: a call to which all ranks come in time makes
+no request to the store.
 """
 
 from __future__ import annotations
@@ -206,7 +206,8 @@ class Consensus:
             DifferentCheckpointsError if they name different locations; the failure of the first
             failed rank, if all have the same class, one of cloudckpt's; a RanksFailedError if the
             classes differ, or come from outside cloudckpt; on a rank that was interrupted, its
-            interrupt. A process that is alone raises its own failure.
+            interrupt. If some ranks failed early (:attr:`RankStatus.is_early`), only their failures
+            count. A process that is alone raises its own failure.
         """
         failures = {
             rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None
@@ -309,8 +310,8 @@ class Meeting:
                 are missing.
 
         Raises:
-            ProcessGroupError: If a rank ended or a connection to it broke, unless ``status`` has a
-                failure, which is then raised.
+            ProcessGroupError: If a rank ended, a connection to it broke, or the group was
+                destroyed; if ``status`` has a failure, that is raised instead.
         """
         if self.group is None:
             return Consensus(0, [status], [value], during)
@@ -393,7 +394,8 @@ class Meeting:
         """Returns the first rank's value on all ranks, whose own is ignored; a collective call.
 
         Raises:
-            ProcessGroupError: If a rank ended or a connection to it broke.
+            ProcessGroupError: If a rank ended, a connection to it broke, or the group was
+                destroyed.
         """
         if self.group is None:
             return value
@@ -420,7 +422,8 @@ class Meeting:
             BaseException: If ``work`` fails on a rank, or ``combine`` on the first: one error for
                 all ranks, see ``failures.one_error``. Its cause is a CheckpointException with the
                 failures of all ranks.
-            ProcessGroupError: If a rank ended or a connection to it broke.
+            ProcessGroupError: If a rank ended, a connection to it broke, or the group was
+                destroyed.
         """
         return cast(R, self._through_first(Collectives.all_reduce, step, work, combine, uri))
 

@@ -96,7 +96,7 @@ def _container(missing: str, stored: Collection[str]) -> str:
 
 
 def _in_a_value(missing: str, stored: Collection[str]) -> str:
-    """Returns advice if the dict or list around the name is a single value there; else empty."""
+    """Returns advice if the dict or list around the name was saved as one value; else empty."""
     parts = missing.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     container = next((name for name in above if name in stored), None)
@@ -110,7 +110,10 @@ def _in_a_value(missing: str, stored: Collection[str]) -> str:
 
 
 def _of_optimizer(missing: str, stored: Collection[str]) -> str:
-    """Returns advice if the name is that of a parameter's optimizer state; else an empty text."""
+    """Returns advice if the name is that of a parameter's optimizer state; else an empty text.
+
+    Also empty if the checkpoint has no parameter groups of such an optimizer.
+    """
     match = _OPTIMIZER.fullmatch(missing)
     if match is None or not any(name.startswith(f"{match[1]}param_groups") for name in stored):
         return ""

@@ -65,7 +65,11 @@ KeyMapping = Callable[[str], "str | None"]
 
 
 class Model(Protocol):
-    """A model in safetensors files, which is read like a checkpoint."""
+    """A model in safetensors files, which is read like a checkpoint.
+
+    Attributes:
+        committed: The object whose presence makes the model: its index, or its only file.
+    """
 
     committed: ObjectInfo
 
@@ -160,13 +164,16 @@ class CloudStorageReader(OurReader):
     def structure(self) -> Structure:
         """The original keys and empty dicts of the saved state dict, which torch's metadata lacks.
 
-        Empty until the metadata is read.
+        Empty until the metadata is read, and if another library saved the checkpoint.
         """
         return self._commit.structure if self._commit is not None else Structure()
 
     @property
     def commit(self) -> CommitObject | None:
-        """The commit object that was read last; None before."""
+        """The commit object that was read last; None before.
+
+        For a model in safetensors files, an object that is made for it.
+        """
         return self._commit
 
     @property
@@ -419,6 +426,8 @@ class CloudStorageReader(OurReader):
             CheckpointCorruptError: If bytes are missing or damaged.
             KeyCollisionError: If tensors that share memory have different values in the checkpoint.
             UntrustedPickleError: If a value needs code that is not on the allow-list.
+            ShapeMismatchError: If the planner's tensor does not have the planned shape.
+            UnsupportedTensorError: If the planner's tensor can't be filled.
             StoreError: If the store refuses or stays unreachable.
         """
         with self.begun(planner) as load:

@@ -101,6 +101,10 @@ class LoadReport:
                 converted element types are found.
             unused: The names of other ranks' values, and of values that were read, but not put into
                 the state dict.
+
+        Raises:
+            CheckpointError: If ``converted`` is None, and the metadata has classes or values that
+                torch's does not have.
         """
         stored, left_alone = metadata.state_dict_metadata.keys(), left_alone or {}
         if converted is None:

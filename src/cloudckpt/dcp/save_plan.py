@@ -326,7 +326,11 @@ class KnownPlan:
     record: bytes | None = None
 
     def finished(self, planner: DefaultSavePlanner) -> KnownPlan:
-        """Returns a copy with the plan as the planner finishes it, its size and its forms."""
+        """Returns a copy with the plan as the planner finishes it, its size and its forms.
+
+        Raises:
+            UnsupportedTensorError: If a tensor can't be stored.
+        """
         plan = planner.finish_plan(self.plan)
         made = replace(self, plan=plan, expected=expected_size(plan.items))
         if self.key is None:
@@ -342,7 +346,10 @@ class KnownPlan:
         return replace(made, forms=forms)
 
     def small_tensors(self, planner: DefaultSavePlanner) -> SmallTensors:
-        """Returns the small tensors, which can be sent without asking the planner for data."""
+        """Returns the small tensors, which can be sent without asking the planner for data.
+
+        The list has an entry for each item; it is empty if :attr:`forms` is.
+        """
         return [
             None if form is None else (form, _local(planner.state_dict[item.index.fqn]))
             for item, form in zip(self.plan.items, self.forms, strict=False)
@@ -369,7 +376,10 @@ def drop(plan: KnownPlan) -> None:
 
 
 def remember(plan: KnownPlan) -> None:
-    """Keeps a plan for later saves, in place of one with the same key; not one without a key."""
+    """Keeps a plan for later saves, in place of one with the same key; not one without a key.
+
+    Only the last few plans are kept.
+    """
     if plan.key is not None:
         with _lock:
             _plans[:] = [plan, *(other for other in _plans if other.key != plan.key)][:_MOST]

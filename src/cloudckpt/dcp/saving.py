@@ -283,7 +283,8 @@ class StateLayout:
         """Returns the checksums that an item's bytes must have when they are sent.
 
         Returns ``()`` if the save is not incremental, or if no other code can change the bytes. If
-        the base has the item, records the item's location there, and returns None.
+        the base, the earlier checkpoint, has the item, records the item's location there, and
+        returns None.
         """
         if self._contents is None:
             return ()

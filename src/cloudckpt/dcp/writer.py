@@ -159,7 +159,8 @@ class CloudStorageWriter(OurWriter):
         sender: Uploads the prepared objects, in this process or in a saving process.
         attempt: A random name; that of the rank that commits is the name of the save.
         noted: The notes to be stored with the checkpoint, as bytes.
-        hold: On a rank that commits an incremental save, keeps the base from deletion; else None.
+        hold: On a rank that commits an incremental save, keeps the base (the checkpoint whose bytes
+            are not sent again) from deletion; None if there is no base, and on other ranks.
         contents: In an incremental save, makes the object that looks up items in the base, given
             the number of items; None if everything is sent.
         written: The record of what this rank has written in this save; None before.
@@ -364,7 +365,10 @@ class CloudStorageWriter(OurWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Sends this rank's items; returns a completed future once the store has all of them."""
+        """Sends this rank's items; returns a completed future once the store has all of them.
+
+        The future's result is one WriteResult, whose ``storage_data`` is a :class:`Report`.
+        """
         if self.is_incremental and self.contents is None:
             logger.warning(
                 "%s: everything is uploaded, as torch's own save and classes derived from "
@@ -444,7 +448,8 @@ class CloudStorageWriter(OurWriter):
                 gone.
             CheckpointConflictError: If another writer has committed since this save began.
             CommitUnknownError: If the store's answers leave open whether the commit took place.
-            ConfigError: If the store does not honour conditional writes, which are not turned off.
+            ConfigError: If the store does not honour conditional writes, which are not turned off,
+                or the location is the folder of a run.
             StoreError: If the commit did not take place, and will not.
         """
         reported: list[Report] = [of_rank[0].storage_data for of_rank in results if of_rank]
@@ -517,7 +522,10 @@ class CloudStorageWriter(OurWriter):
         return manifest
 
     def discard(self) -> None:
-        """Deletes this rank's objects of a save that is certainly not committed; frees the base."""
+        """Deletes this rank's objects of a save that is certainly not committed.
+
+        The base of an incremental save is then no longer kept from deletion.
+        """
         self._let_go_of_base()
         self._delete(self._written)
         self._written = []
