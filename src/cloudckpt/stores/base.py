@@ -64,20 +64,21 @@ class ObjectInfo:
     Attributes:
         key: The key in the bucket.
         size: Bytes.
-        version: An opaque identifier that changes when the object is replaced (ETag, generation).
+        version: An opaque identifier, such as an ETag or a generation; it changes when the object
+            is replaced, in some stores only if the bytes differ.
         checksum: The checksum of the bytes, by ``capabilities.checksum``; None if the store did not
             report it.
         modified: The time of the last write, in seconds since 1970 by the store's clock; set by
-            listings, ``head`` and ``get_range``, None if the store did not report it. Some stores
-            report whole seconds only.
+            listings, ``head``, ``get`` and ``get_range``, None if the store did not report it. Some
+            stores report whole seconds only.
         attempt: The name of the write that made the object, see :meth:`ObjectStore.put`; set by
             ``head``. Empty if the object has none, or the store keeps none.
         arrived: The time of the last change of a local file's bytes, names or permissions (ctime),
             in seconds since 1970; None for other stores. A copied file may keep the ``modified`` of
             the original, but not this time.
         answered: The time of the response that described the object, in whole seconds since 1970 by
-            the store's clock; set by ``head`` and ``get_range`` of object stores, None for local
-            files.
+            the store's clock; set by ``head``, ``get`` and ``get_range``, None in listings, for
+            local files, and if the response has no valid date.
     """
 
     key: str
@@ -91,7 +92,10 @@ class ObjectInfo:
 
     @property
     def age(self) -> float | None:
-        """Seconds from the last write to the response, accurate to a second; None if unknown."""
+        """Seconds from the last write to the response, accurate to a second.
+
+        It is None if either time is unknown, or if the write is later than the response.
+        """
         if self.answered is None or self.modified is None or self.answered < self.modified:
             return None
         return self.answered - self.modified
@@ -173,8 +177,9 @@ class RangeReader(ABC):
             The description of the whole object.
 
         Raises:
-            ConnectionLostError: Also if the body was short; ``received`` is the number of bytes
-                that arrived.
+            ConnectionLostError: If the connection broke, or the body was short; ``received`` is the
+                number of bytes that arrived.
+            ObjectNotFoundError: If there is no such object.
             RangeNotSatisfiableError: If the object ends before the range does.
         """
 
@@ -204,10 +209,10 @@ class RangeReader(ABC):
 class ObjectStore(RangeReader):
     """A bucket of an object store. Safe to use from many threads; every process opens its own.
 
-    All methods raise :class:`~cloudckpt.errors.StoreError` or a subclass, which is ``certain`` only
-    if the request was certainly not carried out: a commit depends on that. Writes of local files
-    also raise CommitUnknownError. Methods that move payload take ``progress``, see
-    :data:`Progress`.
+    A method that fails raises :class:`~cloudckpt.errors.StoreError` or a subclass, which is
+    ``certain`` only if the request was certainly not carried out: a commit depends on that. Writes
+    of local files may also raise CommitUnknownError. Methods that move payload take ``progress``,
+    see :data:`Progress`.
     """
 
     root: str
@@ -238,7 +243,8 @@ class ObjectStore(RangeReader):
                 the work is done, and if a network file system loses a response, `put` itself
                 determines the outcome.
             if_version: Fail with PreconditionFailedError unless the key holds this version; "" for
-                a key that must not exist, None for no condition.
+                a key that must not exist, None for no condition. Some stores ignore it, see
+                ``capabilities.conditional_writes``.
             progress: See :data:`Progress`.
 
         Returns:
@@ -247,7 +253,7 @@ class ObjectStore(RangeReader):
 
     @abstractmethod
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Begins a multipart upload with parts of `part_size` bytes; the last part may be shorter.
+        """Begins and returns an upload in parts of `part_size` bytes; the last part may be shorter.
 
         Parts may also differ in size unless ``capabilities.equal_parts``. In a local file, part
         ``number`` begins at byte ``(number - 1) * part_size``: with a `part_size` of 1, the number
@@ -281,10 +287,11 @@ class ObjectStore(RangeReader):
     def copies_from(self, source: ObjectStore) -> bool:
         """Returns whether `copy` takes objects of `source`.
 
-        On S3 and Google Cloud Storage, both stores must have the same endpoint and the same options
-        for credentials, and directory buckets must be in the same zone; on Azure, both must be in
-        the same cloud, or have the same emulator's endpoint; a local store copies nothing. Read
-        permission on the source is not checked; `copy` fails without it.
+        `source` must be a store of the same kind. On S3 and Google Cloud Storage, both must have
+        the same endpoint (on AWS: the same domain, such as ``amazonaws.com``, in any region) and
+        the same options for credentials, and directory buckets must be in the same zone; on Azure,
+        both must be in the same cloud, or have the same emulator's endpoint; a local store copies
+        nothing. Read permission on the source is not checked; `copy` fails without it.
         """
         return False
 
@@ -307,6 +314,7 @@ class ObjectStore(RangeReader):
             PreconditionFailedError: If the source no longer has this version, or the key
                 does not hold ``if_version``.
             ObjectNotFoundError: If the source no longer exists.
+            NotImplementedError: If this kind of store can't copy, see ``copies_from``.
         """
         raise NotImplementedError
 
@@ -330,7 +338,11 @@ class ObjectStore(RangeReader):
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
         """Yields the uploads under `prefix` that were neither completed nor aborted.
 
-        `retry` as in `list`.
+        Azure leaves out those of other processes that would replace an object.
+
+        Args:
+            prefix: The beginning of the keys.
+            retry: As in `list`.
         """
 
     @abstractmethod
@@ -343,6 +355,7 @@ class ObjectStore(RangeReader):
 
         Raises:
             ObjectTooLargeError: If the object is larger; no memory is allocated for it.
+            ObjectNotFoundError: If there is no such object.
         """
 
     def check_size(self, key: str, size: int, limit: int) -> None:
@@ -382,11 +395,12 @@ class ObjectStore(RangeReader):
             return self.head(key)
 
     def written(self, key: str, attempt: str) -> ObjectInfo | None:
-        """Returns the object if the write named `attempt` made it; else None.
+        """Returns the object's description if the write named `attempt` made it; else None.
 
-        For use after the response to a write was lost: the store may have carried it out. The same
-        bytes written by another write don't count. None does not prove a failure: the request may
-        still be carried out, and some stores keep no metadata.
+        It is None for an empty `attempt`, too. For use after the response to a write was lost: the
+        store may have carried it out. The same bytes written by another write don't count. None
+        does not prove a failure: the request may still be carried out, and some stores keep no
+        metadata.
         """
         try:
             info = self.head(key)
@@ -398,7 +412,8 @@ class ObjectStore(RangeReader):
         """Returns an object's checksum: the store's, or else one computed from a download.
 
         Raises:
-            PreconditionFailedError: If the object was replaced since `info` was obtained.
+            PreconditionFailedError: If `info` has no checksum, and the object was replaced since
+                `info` was obtained.
         """
         if info.checksum is not None:
             return info.checksum

@@ -59,8 +59,11 @@ class Source(Protocol):
     def secrets(self) -> tuple[str, ...]:
         """Returns the secrets that authorize requests now; fetches or renews them if due.
 
+        The result is empty if requests are sent without credentials.
+
         Raises:
-            StoreError: If they can't be used; a TransientStoreError if they can't be fetched now.
+            Exception: The SDK's or cloudckpt's, if they can't be used, or can't be fetched now;
+                :class:`Credentials` converts it.
         """
 
     def origin(self) -> Origin:
@@ -176,11 +179,13 @@ class Credentials:
         """Returns the source for the next request, and its secrets; renews them if they are due.
 
         Credentials that could not be fetched before are looked up again. Once a source has issued
-        credentials, it may do so again: its failures are then transient, so that the request is
-        retried until its deadline. Otherwise the job is misconfigured, and the error is final.
+        credentials, it may do so again: a CredentialsError is then raised as a transient error, so
+        that the request is retried until its deadline. Before that, a CredentialsError is final:
+        the job is misconfigured.
 
         Raises:
-            StoreError: If there are no credentials now; ``certain``, as the request was not sent.
+            CloudCheckpointError: If there are no credentials now; a StoreError is ``certain``, as
+                the request was not sent.
         """
         try:
             if self._has_failed:
@@ -203,6 +208,9 @@ class Credentials:
 
     def renew(self, refused: Source, secrets: tuple[str, ...]) -> bool:
         """Looks refused credentials up again; returns whether this store now uses others.
+
+        It returns True without a lookup if another thread has replaced the source already, and
+        False if the lookup yields the same secrets or fails for a lasting reason.
 
         Args:
             refused: The source of the refused credentials.
@@ -238,7 +246,7 @@ def fetch_error(
     Args:
         exc: The exception; cloudckpt's own errors are returned unchanged.
         whose: The vendor's name, for messages.
-        uri: The bucket that the credentials are for.
+        uri: The URI of the bucket that the credentials are for; None to name none.
         is_transient: Returns whether an exception means that a service does not respond or is
             overloaded.
         text_of: Returns an exception's message without credentials.
@@ -295,7 +303,7 @@ _PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")
 
 
 def variables() -> dict[str, str]:
-    """Returns the names and values of the environment variables that the clouds' tools read."""
+    """Returns the environment variables whose names begin with AWS_, AZURE_ or GOOGLE_."""
     return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
 
 

@@ -1,4 +1,4 @@
-"""Clears the listings that other libraries in this process have cached."""
+"""Clears the listings of object stores that fsspec has cached in this process."""
 
 from __future__ import annotations
 

@@ -226,6 +226,8 @@ class LocalStore(ObjectStore):
         Raises:
             PreconditionFailedError: If it has another version than `if_version`, unless that is
                 None.
+            ObjectNotFoundError: If there is no such file.
+            InvalidRequestError: If it is a pipe, device or socket.
         """
         with self._errors(key):
             # O_NONBLOCK: a pipe would wait for a writer
@@ -345,8 +347,12 @@ class LocalStore(ObjectStore):
             file: The descriptor of the file.
             if_version: As in :meth:`complete_upload`.
 
+        Returns:
+            The description of the object.
+
         Raises:
             PreconditionFailedError: If the key does not hold ``if_version``.
+            InvalidRequestError: As in :meth:`_appear`, or if the folder can't be locked.
             CommitUnknownError: If the file has appeared, but may not be on disk.
         """
         key, is_published, if_absent = upload.key, False, if_version == ""
@@ -392,6 +398,11 @@ class LocalStore(ObjectStore):
             upload: The upload whose file it is.
             sent: The status of the file that was written.
             if_absent: Whether to fail with PreconditionFailedError if the key exists.
+
+        Raises:
+            InvalidRequestError: If somebody replaced the unfinished file, a folder has the name,
+                or hard links are needed but not supported; or if it is unknown whether the file
+                under the key is the new one, and then not ``certain``.
         """
         key = upload.key
         if not os.path.samestat(os.stat(upload.id, follow_symlinks=False), sent):
@@ -440,9 +451,9 @@ class LocalStore(ObjectStore):
             return None
 
     def _walk(self, prefix: str) -> Iterator[Path]:
-        """Yields the files whose paths begin with `prefix`, and unfinished files, in order.
+        """Yields the files whose paths begin with `prefix`, finished or not, in order.
 
-        The unfinished files are those in and beneath the folder in which `prefix` ends.
+        All unfinished files of the folder in which `prefix` ends are yielded, whatever their names.
         """
         folder, _, name = prefix.rpartition("/")
         with self._errors(prefix):

@@ -49,7 +49,7 @@ def files_in(folder: str, prefix: str = "") -> Iterator[Path]:
     Args:
         folder: The folder.
         prefix: Only files and folders of `folder` itself whose names begin with this are yielded or
-            entered; unfinished files are always yielded.
+            entered; files whose names begin with `UNFINISHED` are always yielded.
 
     Raises:
         OSError: If another folder can't be listed: if it were taken for empty, a training job would
@@ -124,6 +124,7 @@ def make_folder(folder: Path) -> None:
 
     Raises:
         InvalidRequestError: If something else than a folder has the name of one of them.
+        OSError: If one of them can't be created or synchronized.
     """
     missing = []
     while not folder.is_dir():
@@ -158,9 +159,12 @@ def _sync(path: str | Path) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Holds an exclusive lock on `folder` (flock) during the block, then puts its entries on disk.
 
+    If the block fails, they are not put on disk.
+
     Raises:
         InvalidRequestError: If another writer holds the lock for `_LOCK_PATIENCE` seconds, or the
             file system has no locks.
+        OSError: If the folder can't be opened, locked or synchronized.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -63,7 +63,8 @@ _VARIABLES = (
 def masked(text: str, secrets: Iterable[str] = ()) -> str:
     """Returns a text with ``***`` in place of every known or recognized credential; nothing is cut.
 
-    Known are `secrets`, and the secrets and proxy passwords in environment variables.
+    Known are `secrets`, and the secrets and proxy passwords in environment variables. A known
+    secret of fewer than 8 characters is left, as is one of fewer than 16 within a longer word.
     """
     return _without(text, _known(secrets))
 
@@ -109,7 +110,10 @@ def _proxy_users() -> Iterator[str]:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """Yields the spellings (quoted, escaped) of a secret, and of secrets in a connection string."""
+    """Yields the spellings (quoted, escaped) of a secret, and of secrets in a connection string.
+
+    Those of fewer than 8 characters are left out.
+    """
     parts = re.findall(r"\b(?:sig|AccountKey)=([^&;\s]+)", value)
     for one in (value, value.strip(), *parts, *map(unquote, parts)):
         quoted = (quote(one, safe, errors="surrogatepass") for safe in ("/", ""))

@@ -142,10 +142,10 @@ def refusal(
     """Returns the exception for an error response: by its error code, else by its HTTP status.
 
     A 429 is always a ThrottledError: its code may name a quota or a denial, which would end a job
-    that could go on a minute later. A 404 without an error code may come from a gateway rather than
-    the store (`is_foreign`). If such a 404 were believed, a training job would start from
-    scratch although its checkpoints exist, and a sweep would delete the objects of an intact
-    checkpoint.
+    that could go on a minute later. A 404 without an error code, though the store would give one
+    (``is_foreign``), comes from a gateway, and is a ServerError. If it were believed, a training
+    job would start from scratch although its checkpoints exist, and a sweep would delete the
+    objects of an intact checkpoint.
 
     Args:
         table: The vendor's error codes.
@@ -199,8 +199,9 @@ def refusal(
 def _find(table: Sequence[Meaning], code: str, status: int) -> Meaning | None:
     """Returns the table entry of an error code; None if there is none.
 
-    If the status stands for a temporary failure (most 5xx), entries with lasting errors are
-    skipped: a store that fails internally may report a reason that goes away with the failure.
+    If the status stands for a temporary failure, as 429 and most 5xx do, entries with lasting
+    errors are skipped: a store that fails internally may report a reason that goes away with the
+    failure.
     """
     passing = (errors.ServerError, errors.ThrottledError)
     may_pass = kind_of(status) in passing and status not in (200, 409)

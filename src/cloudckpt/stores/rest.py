@@ -105,7 +105,7 @@ class RestStore(ObjectStore):
         access: The endpoint and credentials of the bucket.
         metadata_prefix: The prefix of the headers that carry an object's metadata.
         version_header: The header that carries an object's version.
-        copy_headers: The headers of a copy, without those that name its source and its attempt.
+        copy_headers: The headers of a copy, without `write_headers` and those that name the source.
         renewable: The error classes after which other credentials may help.
         public_secrets: How many of the secrets, from the first, may appear in messages, as they are
             public identifiers.
@@ -158,7 +158,7 @@ class RestStore(ObjectStore):
     ) -> contextlib.AbstractContextManager[Reply]:
         """Sends a GET for an object's content; yields the response.
 
-        If `if_version` is given, the request is refused for any other version.
+        If `if_version` is neither None nor empty, any other version is refused.
         """
         if if_version:
             headers = {**headers, "If-Match": if_version}
@@ -216,7 +216,8 @@ class RestStore(ObjectStore):
             headers: The headers without a signature.
             body: The bytes to send.
             progress: Called with the bytes sent, see :data:`~cloudckpt.stores.base.Progress`.
-            key: The key of the object, or the prefix of a listing, for messages.
+            key: The key of the object, or the prefix of a listing, for messages; refused if it has
+                a segment ``.`` or ``..``.
             is_long: Whether the response may take 15 times ``read_timeout`` to begin.
             successes: The HTTP statuses with which the response is yielded.
 
@@ -318,6 +319,9 @@ class RestStore(ObjectStore):
         Args:
             refused: The refusal.
             signed: The request as it was sent; None if it was not sent.
+
+        Raises:
+            TransientStoreError: If other credentials can't be fetched for the moment.
         """
         if isinstance(refused, ClockError):  # the clocks agree, so the request was delayed
             return abs(refused.ahead or 0.0) < _MOST_SKEW
@@ -348,10 +352,12 @@ class RestStore(ObjectStore):
 
     @abstractmethod
     def _page(self, prefix: str, delimiter: str, marks: Marks) -> tuple[Page, Marks | None]:
-        """Requests the page of a listing that begins at `marks`.
+        """Requests a page of a listing; `marks` is the position where it begins.
+
+        `prefix` and `delimiter` are as in `_pages`.
 
         Returns:
-            The page, and the marks of the next page, which are None after the last one.
+            The page, and the position of the next page, which is None after the last page.
         """
 
     def _all_pages(
@@ -365,8 +371,8 @@ class RestStore(ObjectStore):
 
         Args:
             prefix: The prefix that is listed, for messages.
-            ask: Requests the page that begins at the given marks, empty for the first page.
-                Returns the page and the marks of the next page, None after the last.
+            ask: Requests the page that begins at a position, which is empty for the first page.
+                Returns the page, and the position of the next page, None after the last page.
             retry: Retries the request of a page.
 
         Raises:
@@ -427,7 +433,7 @@ class RestStore(ObjectStore):
     def _copied(
         self, source: CopySource, key: str, url: str, headers: Mapping[str, str]
     ) -> tuple[str | None, int | None]:
-        """Sends a PUT that copies an object.
+        """Sends a PUT to `url` that copies an object, or the range of it that `headers` name.
 
         Returns:
             The copy's ETag, which is None or empty if the response has none; and its checksum, None
@@ -516,7 +522,10 @@ class RestStore(ObjectStore):
 
     @abstractmethod
     def _delete(self, key: str, if_version: str | None) -> None:
-        """Deletes an object; a missing object is not an error. `if_version` may be ignored."""
+        """Deletes an object; a missing object is not an error.
+
+        `if_version` may be ignored unless ``capabilities.conditional_deletes`` is True.
+        """
 
     def origin(self) -> Origin:
         """Returns where the credentials come from, after fetching them if necessary.

@@ -96,7 +96,7 @@ def result_of(store: RestStore, reply: Reply, action: str, uri: str) -> Element:
     `action` and `uri` are the operation and the object, for messages.
 
     Raises:
-        StoreError: If the body is an ``<Error>``.
+        StoreError: If the body is an ``<Error>``, or does not arrive whole.
     """
     answer = reply.read_all()
     if not answer.strip():
@@ -127,7 +127,8 @@ class XmlStore(RestStore):
 
     Attributes:
         bucket_url: The URL of the bucket, to which a query can be appended.
-        creation_headers: The headers of the request that begins an upload.
+        creation_headers: The headers of the request that begins an upload, without those of
+            `write_headers`.
         part_checksum: The XML element that carries a part's CRC32C in the completion request; None
             if the store takes no such element.
     """
@@ -212,10 +213,10 @@ class XmlStore(RestStore):
             yield from uploads
 
     def _uploads_page(self, prefix: str, marks: Marks) -> tuple[list[Upload], Marks | None]:
-        """Requests the page of a listing of uploads that begins at `marks`.
+        """Requests a page of a listing of uploads; `marks` is the position where it begins.
 
         Returns:
-            The page, and the marks of the next page, which are None after the last one.
+            The page, and the position of the next page, which is None after the last page.
         """
         named = zip(("key-marker", "upload-id-marker"), marks, strict=False)
         more = {name: mark for name, mark in named if mark}

@@ -131,7 +131,7 @@ class Reply:
             raw: The response of the standard library, from which the body is read.
             sock: The connection's socket; None if there is none to watch.
             watch: Breaks the connection when it stalls.
-            longest: Seconds that `read_all` may take for a chunked response.
+            longest: Seconds that `read_all` and `read_refusal` may take.
             is_last: Whether the connection can't be used for another request.
         """
         self.status = response.status
@@ -180,6 +180,7 @@ class Reply:
         Raises:
             ConnectionLostError: If the body ends early or stalls; ``received`` is the number of
                 bytes that arrived.
+            StoppedError: If `progress` raises; `HttpClient.send` then raises that exception.
         """
         received = 0
         for view in views:
@@ -227,7 +228,8 @@ class Reply:
         """Returns the whole body of a response of moderate size, such as a page of a listing.
 
         Raises:
-            ConnectionLostError: If the body ends early, stalls, or is longer than 16 MiB.
+            ConnectionLostError: If the body ends early, stalls, takes more than ``longest``
+                seconds, or is longer than 16 MiB.
         """
         data, error = self._received(_MOST_CONTROL_BYTES)
         if error is not None:
@@ -268,7 +270,11 @@ class Reply:
         return bytes(data), error
 
     def close(self) -> None:
-        """Returns the connection to the pool if at most 64 KiB are unread; else closes it."""
+        """Returns the connection to the pool, or closes it if it can't be used again.
+
+        Up to 64 KiB of the body are read for that. If more are unread, or an unknown number, the
+        connection is closed.
+        """
         # None: unknown; 0 also after HEAD, and for responses without a body
         left = self._raw.length
         try:
@@ -416,7 +422,7 @@ class HttpClient:
 
 
 def _hide_signatures(record: logging.LogRecord) -> bool:
-    """A log filter that removes credentials from urllib3's log records, and keeps all of them."""
+    """A log filter that removes credentials from urllib3's log records, and drops no record."""
     if isinstance(record.args, tuple):
         record.args = tuple(
             value if isinstance(value, (int, float)) else masked(str(value))

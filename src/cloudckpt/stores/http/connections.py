@@ -112,7 +112,10 @@ def _beneath(connection: Connection) -> socket.socket | None:
 
 
 def _count(sock: socket.socket | None, *counters: Counter) -> int | None:
-    """Returns the sum of these byte counters of a socket; None if the kernel does not count."""
+    """Returns the sum of these byte counters of a socket.
+
+    It is None if there is no open TCP socket, or the kernel does not count.
+    """
     end = Counter.RECEIVED.value + 8
     if sock is None or _TCP_INFO is None:
         return None
@@ -137,7 +140,10 @@ class Traffic:
         self._seen: weakref.WeakKeyDictionary[socket.socket, int] = weakref.WeakKeyDictionary()
 
     def since(self, connection: Connection) -> int:
-        """Returns the bytes moved both ways since the last call for this connection; 0 at first."""
+        """Returns the bytes moved both ways since the last call for this connection.
+
+        It is 0 at the first call, and if the connection is not open or its bytes are not counted.
+        """
         sock = _beneath(connection)
         count = _count(sock, *Counter)
         if sock is None or count is None:
@@ -288,7 +294,9 @@ class Watch:
 
 
 class WatchedSocket(socket.socket):
-    """A socket without a timeout, whose long reads fill their buffer; `Watch` ends stalls.
+    """A socket that has no timeout once it is `watched`; its long reads then fill their buffer.
+
+    Instead of a timeout, :class:`Watch` ends stalls.
 
     urllib3 sets a timeout before each request and response. Each would be a system call, which
     releases the GIL and waits for it.
@@ -318,7 +326,10 @@ class WatchedSocket(socket.socket):
         self.is_watched = True
 
     def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:
-        """Receives into `buffer`; a long read returns when the buffer is full or the data ends."""
+        """Receives into `buffer`.
+
+        On a watched socket, a long read returns when the buffer is full or the data ends.
+        """
         wanted = nbytes or memoryview(buffer).nbytes
         if wanted > LONG and not flags and self.is_watched:
             flags = socket.MSG_WAITALL

@@ -39,7 +39,10 @@ class _Head:
 
 
 class Response(http.client.HTTPResponse):
-    """A final HTTP response with all of its headers; http.client skips only the interim 100."""
+    """An HTTP response that skips all interim ones (1xx), and fails if its headers end early.
+
+    http.client skips only the interim status 100.
+    """
 
     def begin(self) -> None:
         fp = self.fp

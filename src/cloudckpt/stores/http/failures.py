@@ -45,7 +45,10 @@ _OF_FILES = ("ASN1", "PEM", "X509")
 
 
 def failure(exc: BaseException, method: str, url: str, bundle: str | None) -> StoreError:
-    """Returns the error for a request that had no response, given the exception of urllib3."""
+    """Returns the error for a request that had no response, given the exception of urllib3.
+
+    `bundle` is the file or folder of CA certificates; None if it is not known.
+    """
     host = urlsplit(url).netloc.rpartition("@")[2]
     lasting = _refused_by_proxy(exc, host) or lasting_tls_failure(exc, host, bundle=bundle)
     if lasting is not None:

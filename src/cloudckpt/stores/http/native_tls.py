@@ -152,7 +152,7 @@ def _ssl_of(sock: ssl.SSLSocket, sslobj: Any, library: ctypes.PyDLL) -> int:
 
 
 class _Chain:
-    """The chain of BIOs that reads from one TLS connection.
+    """The chain of BIOs (OpenSSL's input and output objects) that reads from a TLS connection.
 
     It keeps Python's object alive, and with it the ``SSL``: a reading thread holds the chain, so
     that nothing is freed under it if another thread closes the socket.
@@ -240,6 +240,9 @@ class LongReadTLSSocket(WatchedSocket, ssl.SSLSocket):
 
         If the connection was broken just before (by the peer or another thread), Python takes the
         socket for one that is still to be connected, and does not close it.
+
+        Raises:
+            ConnectionResetError: If the connection was broken before TLS began.
         """
         try:
             return super().getpeername()

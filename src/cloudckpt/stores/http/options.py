@@ -71,7 +71,9 @@ class Contexts:
     def get(self) -> ssl.SSLContext:
         """Returns the context, creating it on first use.
 
-        An unreadable file makes each connection fail, with the file's error.
+        Raises:
+            urllib3.exceptions.SSLError: If the CA certificates can't be read.
+            OSError: If the client certificate can't be read.
         """
         with self._lock:
             if self._made is None:

@@ -263,7 +263,7 @@ def _dialect(options: S3Options, bucket: str, host: str, uri: str, *, is_amazon:
 
 
 def object_headers(options: S3Options) -> dict[str, str]:
-    """Returns the headers of every new object."""
+    """Returns the headers by which every new object gets the properties that the options set."""
     wanted = {
         "x-amz-server-side-encryption": options.sse,
         "x-amz-server-side-encryption-aws-kms-key-id": options.kms_key_id,
@@ -375,7 +375,8 @@ class Sessions:
             CredentialsError: If the AWS credentials can't be used.
             AccessDeniedError: If they may not begin a session.
             BucketNotFoundError: If the bucket does not exist.
-            ConnectionLostError: If S3 does not respond or is overloaded.
+            ConnectionLostError: If S3 does not respond or is overloaded; at a renewal, boto3's own
+                exception instead, which :class:`Credentials` converts.
         """
         if self._keys is None:
             self._keys = self._start()

@@ -66,7 +66,10 @@ _SETTINGS = {
 
 
 def new_client(session: Any, options: S3Options, region: str | None = None) -> Any:
-    """Returns a boto3 client that resolves endpoints and builds requests, but sends none."""
+    """Returns a boto3 client, without real keys, to resolve endpoints and build requests.
+
+    `region` is the region of the client; None for that of the session.
+    """
     return session.client(
         "s3",
         region_name=region,

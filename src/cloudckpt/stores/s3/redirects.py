@@ -61,7 +61,7 @@ def redirected_read(
 
     Raises:
         PreconditionFailedError: If the object is not the given version.
-        InvalidRequestError: If the redirect leads to a URL that must not be read from.
+        InvalidRequestError: If the redirect leads to an invalid URL, or drops TLS.
         StoreError: As in any read.
     """
     uri, url = store.uri(key), store.object_url(key)
@@ -116,7 +116,8 @@ def _checked(location: str, origin: str, uri: str) -> str:
     """Returns the absolute URL of a redirect; `location` may be relative to the URL `origin`.
 
     Raises:
-        InvalidRequestError: If the URL is invalid, or has no TLS although `origin` has.
+        InvalidRequestError: If the URL is invalid or has a user name, or has no TLS although
+            `origin` has.
     """
     problem: str | None = "an invalid URL"
     with contextlib.suppress(ValueError):

@@ -1,6 +1,6 @@
 """``s3://``: AWS S3 and stores with its protocol.
 
-boto3 finds credentials, region and endpoint, and signs. All requests are sent by
+boto3 finds credentials, region and endpoint, and signs. Requests for objects are sent by
 :mod:`cloudckpt.stores.http.client`. Integrity rests on CRC32C and TLS, so uploads above 1 MiB are
 not hashed for the signature unless the profile demands it.
 """
@@ -61,7 +61,13 @@ class S3Store(XmlStore):
     public_secrets = 1  # an access key's id is public, and may be a word such as a bucket's name
 
     def __init__(self, bucket: str, config: Config, root: str | None = None) -> None:
-        """Opens a bucket; `root` is its URI for messages, by default ``s3://bucket``."""
+        """Opens a bucket; `root` is its URI for messages, by default ``s3://bucket``.
+
+        Raises:
+            InvalidURIError: If the bucket can't have this name.
+            ConfigError: If the options or variables are invalid for this store.
+            StoreError: If there are no usable credentials.
+        """
         root = root or f"s3://{bucket}"
         CheckpointURI.parse(root)
         self.access = BucketAccess(bucket, config, root)
