@@ -1,7 +1,8 @@
 """Adds commands to the app, with the options that all commands share, and prints their results.
 
-A command is a function: its positional parameters are the arguments of the command, its
-keyword-only parameters the options, and its docstring is their help text.
+A command is a function: its first parameter is a :class:`Call`, its other positional parameters are
+the arguments of the command, its keyword-only parameters the options, and its docstring is their
+help text.
 """
 
 # no `from __future__ import annotations`: typer reads the annotations of functions
@@ -235,8 +236,11 @@ def _call(
 def _of_store(given: Mapping[str, Any], **wanted: str | None) -> dict[str, Any]:
     """Returns the given store options as arguments of `Config`, for the cloud of the locations.
 
+    The result is empty if no option was given.
+
     Raises:
-        BadParameter: If not exactly one of the locations' clouds has all of these options.
+        typer.BadParameter: If options were given, and the clouds of the locations do not include
+            exactly one that has all of these options.
     """
     texts = [text for arg in given.values() for text in (arg if isinstance(arg, list) else [arg])]
     schemes = [text.partition("://")[0].lower() for text in texts if isinstance(text, str)]

@@ -89,7 +89,7 @@ def _save(times: SaveTimes) -> dict[str, Any]:
     """Returns when a save began, in seconds since 1970, and how it went on.
 
     ``commit`` is the beginning of the commit in milliseconds after ``began``; ``ranks`` has for
-    each rank its number, its moments in such milliseconds, and its bytes.
+    each rank its number, its moments in milliseconds after ``began``, and its bytes.
     """
     began = min(row[1] for row in times.ranks)
     return {

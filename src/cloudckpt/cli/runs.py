@@ -58,9 +58,9 @@ def _age(summary: CheckpointSummary | None) -> Moment | None:
 
 
 def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[CheckpointSummary]:
-    """Returns the checkpoints of a run, given as the only location and without wildcards.
+    """Returns the checkpoints of a run, if that is the only location, and has no wildcards.
 
-    Of other locations, returns those that are checkpoints themselves.
+    Otherwise returns those of the locations that are checkpoints themselves.
     """
     uris = [uri for location in locations for uri in finding.matching(location, call.config)]
     if uris == locations and len(uris) == 1:

@@ -68,7 +68,7 @@ def examine(
 
 
 def _connected(checks: Checks, uri: CheckpointURI, config: Config) -> ObjectStore | None:
-    """Checks credentials and connection; returns the store, or None if it can't be opened."""
+    """Checks credentials, endpoint and connection; returns the store, or None if opening fails."""
     opened: list[ObjectStore] = []
 
     def log_in(retrier: Retrier) -> Finding:

@@ -44,7 +44,10 @@ def credentials(origin: Origin) -> Finding:
 
 
 def endpoint(access: Access) -> Finding:
-    """Reports the endpoint, and which variables that may name it are set; warns of plain http."""
+    """Reports the endpoint and region, and which variables that may decide them are set.
+
+    Warns of plain http, unless the endpoint is on this machine.
+    """
     parts = urlsplit(access.url)
     address = f"{parts.scheme}://{parts.netloc}"
     given = ", ".join(sorted(filter(_DECIDING.fullmatch, os.environ)))

@@ -1,9 +1,10 @@
 """Commits steps whose trainers ended before the commit, if their saving processes sent everything.
 
-When a rank's saving process has sent all of its data, it writes a record beside the data
-(:mod:`cloudckpt.background.sender`). The records of all ranks contain everything that the
-coordinator of that save needs for its commit. So any process that has read them can commit the
-step: by one write of ``.metadata``, on the condition that the object does not exist yet. The cases:
+When a rank's trainer has ended, its saving process sends the rest of the data. It also writes a
+record beside the data (:mod:`cloudckpt.background.sender`); the record is complete when all data is
+sent. The complete records of all ranks contain everything that the commit of that save needs. So
+any process that has read them can commit the step: by one write of ``.metadata``, on the condition
+that the object does not exist yet. The cases:
 
 - *Two jobs adopt a step at once*: one commits, and the other sees the checkpoint.
 - *Another job has claimed the run since* (:mod:`cloudckpt.runs.claim`): the step is not committed.
@@ -80,9 +81,10 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
 
     Raises:
         CheckpointNotFoundError: If the location has neither a checkpoint nor data of a save.
-        IncompleteSaveError: If the checkpoint can't be committed: some rank has not written a
-            complete record, or another job has claimed the run since.
-        ConfigError: If ``uri`` is the folder of a run.
+        IncompleteSaveError: If the checkpoint can't be committed: for example, some rank has not
+            sent all of its data, the data was changed or is too old, ranks saved different values
+            under one name, or another job has claimed the run since.
+        ConfigError: If ``uri`` is the folder of a run, or the store ignores conditions of writes.
         InvalidURIError: If ``uri`` is not a valid location.
         StoreError: If the store refuses or stays unreachable.
         CommitUnknownError: If the store does not say whether the commit took place.
@@ -119,14 +121,18 @@ class Adoption:
         self._records: dict[str, Pending] = {}  # the records read so far, by key, the newest first
 
     def _owner(self) -> str:
-        """Reads the name of the job that holds the run's claim; empty if the run is not claimed."""
+        """Reads the name of the job that claimed the run last; empty if none did.
+
+        Also empty if the claim object, which names the job, can't be parsed.
+        """
         owner = self._run.owner()
         return "" if owner is None else owner.job
 
     def carry_out(self, until: float) -> None:
         """Waits for the records, checks them and the objects, commits, and deletes the records.
 
-        If another job commits the step meanwhile, its commit stays.
+        The marks by which the save kept objects of other steps are deleted, too, unless the
+        checkpoint needs these objects. If another job commits the step meanwhile, its commit stays.
 
         Args:
             until: When to stop waiting, by :func:`time.monotonic`.
@@ -186,7 +192,10 @@ class Adoption:
             time.sleep(_BETWEEN_LISTINGS)
 
     def _read_records(self) -> None:
-        """Lists the records in the step's folder; reads new ones, and unfinished ones again."""
+        """Lists the records in the step's folder; reads new ones, and unfinished ones again.
+
+        Records that can't be read are logged and left out.
+        """
         below = self._uri.key("")
         listed = {
             info.key: info.modified or 0.0
@@ -237,7 +246,7 @@ class Adoption:
         """Builds the manifest of the step from the records of all ranks.
 
         Raises:
-            IncompleteSaveError: If the ranks' records contradict each other.
+            IncompleteSaveError: If the ranks' records contradict each other, or can't be parsed.
         """
         uri, written, plans = str(self._uri), list[Record](), list[Record]()
         known: Heads = {}
@@ -269,6 +278,9 @@ class Adoption:
     def _check_objects(self, objects: Iterable[WrittenObject]) -> None:
         """Checks that all objects have the recorded size and checksum, and can't be swept soon.
 
+        Checksums are compared only if the store reports them; objects of other checkpoints may have
+        any age.
+
         Raises:
             IncompleteSaveError: If an object is missing, differs from the record, or is too old.
         """
@@ -296,7 +308,8 @@ class Adoption:
         If another job has committed the step meanwhile, that is logged, and nothing is written.
 
         Raises:
-            IncompleteSaveError: If another job has claimed the run.
+            IncompleteSaveError: If another job has claimed the run, or the data became too old.
+            ConfigError: If the store ignores conditions of writes.
             CommitUnknownError: If the store does not say whether the commit took place.
             CloudCheckpointError: An error of the hook before the commit, or of the store.
         """

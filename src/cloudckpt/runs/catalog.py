@@ -222,7 +222,7 @@ class Run:
         return steps
 
     def owner(self) -> Owner | None:
-        """Reads the run's claim; None if the run is not claimed."""
+        """Reads the run's claim, which names the job that may save there; None if there is none."""
         view = self.view
         with view.asking() as store:
             return Owner.read(store, self.root.key(CLAIM), view.retrier)
@@ -311,7 +311,8 @@ class Run:
     ) -> Iterator[tuple[int, Notes | CloudCheckpointError | None]]:
         """Yields each step, newest first, with the result of :meth:`_notes_or_error`.
 
-        The notes of the newest step are read alone, then those of 2, 4, 8 ... steps at once.
+        The notes of the newest step are read alone, then those of 2, 4, 8 ... steps at once,
+        up to ``requests_at_once``.
         """
         left, count = [*steps], 1
         while left:
@@ -419,7 +420,8 @@ class Run:
         """Describes the checkpoint in a folder of the run, committed or not.
 
         ``job`` and ``is_abandoned`` keep their defaults. None if the folder has no objects of a
-        checkpoint, or if its name is not valid in a location, such as a name with "?".
+        checkpoint, or only the marks by which others refer to it; or if its name is not valid in a
+        location, such as a name with "?".
         """
         if not CheckpointURI.accepts(f"{self.root}/{folder}"):
             return None

@@ -195,12 +195,14 @@ def _send(
 ) -> int:
     """Copies objects until all have arrived; returns the bytes that the store copied itself.
 
-    If the store can't copy by itself, the rest is streamed through this machine. An object whose
-    bytes do not match its checksum is copied once more, as it may have been damaged in transit.
+    If the store can't copy by itself, the rest is streamed through this machine. If bytes do not
+    match their checksum for the first time, they may have been damaged in transit, so the object is
+    copied again; the second time is an error.
 
     Raises:
         CheckpointReplacedError: If the source was replaced meanwhile.
         CheckpointCorruptError: If the source is damaged.
+        StoreError: If a store refuses or stays unreachable.
     """
     within = [
         task.source
@@ -248,7 +250,8 @@ def _send(
 def _has_the_same(target: Run, ours: ReadContent) -> bool:
     """Returns whether the target already has a complete checkpoint of equal checksums and notes.
 
-    Checkpoints without checksums never count as the same.
+    Checkpoints without checksums never count as the same, nor does a damaged target, which is
+    logged.
     """
     try:
         theirs = read_content(target.root, target.config)

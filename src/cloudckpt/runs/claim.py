@@ -91,10 +91,11 @@ def copy_claim(origin: Run, goal: Run) -> None:
     """Copies the claim of a run to its copy, so that both have the same line.
 
     An earlier copy of the claim is replaced: it does not name the jobs that have claimed the source
-    since. If a job has claimed the target itself, or the target's claim can't be written, a warning
-    is logged. Does nothing if the source has no claim.
+    since. If a job has claimed the target itself, or the store denies the write, a warning is
+    logged. Does nothing if the source has no claim, or the target has one of the same job.
 
     Raises:
+        ConfigError: If the target's store ignores conditions.
         StoreError: If a store refuses or stays unreachable.
     """
     ours, theirs = origin.owner(), goal.owner()
@@ -115,7 +116,10 @@ def copy_claim(origin: Run, goal: Run) -> None:
 
 
 def _taken(run: Run, by: Owner | None) -> CheckpointConflictError:
-    """Makes the error for a job whose run was claimed by another job, or whose claim is gone."""
+    """Makes the error for a job whose run was claimed by another job, or whose claim is gone.
+
+    ``by`` is the current claim; None if it was deleted.
+    """
     what = (
         f"the object {CLAIM} of this run was deleted, so this job no longer saves into it: find "
         "out what deletes objects here, such as a lifecycle rule, and start the job again"
@@ -228,7 +232,8 @@ class OwnLine(CommitHook):
     def claim(self, *, saves: bool = True) -> Notes:
         """Claims the run if this job has not done so, or a new line begins; a collective call.
 
-        A new line begins with the first save, and with the first save after a restore.
+        A new line begins with the first save, and with the first save after a restore. A save waits
+        at most ten seconds for the store's answer; if that comes later, its commit waits for it.
 
         Args:
             saves: Whether the job is about to save. False before a deletion: a claim then keeps the
@@ -239,7 +244,7 @@ class OwnLine(CommitHook):
 
         Raises:
             CheckpointConflictError: If another job has claimed the run.
-            CloudCheckpointError: If the run can't be claimed.
+            CloudCheckpointError: If the run can't be claimed for another reason.
         """
         if (saves and self._begins) or not self._is_claimed:
             claimed = self._meeting.broadcast_from_first(lambda: self._claim_run(saves=saves))
@@ -336,10 +341,11 @@ class OwnLine(CommitHook):
             seen: The claim to replace; None if there must be none.
 
         Returns:
-            The new claim, or the existing one, whose name this job then has.
+            The new claim, or the existing one; this job then has the name of the job in it.
 
         Raises:
-            AccessDeniedError: If there is no claim, or if saves in progress have the new name.
+            AccessDeniedError: If the store forbids the write, and there is no existing claim, or
+                saves in progress already have the new name.
             CheckpointConflictError: If another job has claimed the run meanwhile.
             CloudCheckpointError: If the claim can't be written for another reason.
         """

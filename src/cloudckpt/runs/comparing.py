@@ -138,7 +138,10 @@ def _are_alike(one: StoredItem | None, other: StoredItem | None) -> bool:
 def _compared(
     one: StoredItem | None, other: StoredItem | None, before: ReadContent, after: ReadContent
 ) -> ComparedItem:
-    """Compares an entry by its metadata and, if they are equal, by the checksums of its chunks."""
+    """Compares an entry by shape and type and, if these are equal, by its chunks' checksums.
+
+    ``one`` and ``other`` are the entry in the two checkpoints; at most one of them is None.
+    """
     stored, differing = one or other, None
     assert stored is not None
     verdict: Verdict
@@ -190,7 +193,8 @@ def _by_checksums(
     """Compares the checksums of an entry chunk by chunk, or else of the whole tensors.
 
     Returns:
-        The verdict, and how many bytes differ, or None if that is not known.
+        The verdict, and for ``changed`` the bytes of the chunks that differ; None if these are not
+        known, and for the other verdicts.
     """
     if ours is None or theirs is None:
         return "unknown", None
@@ -210,9 +214,9 @@ def _by_checksums(
 def _joined(chunks: dict[_Box, _Chunk], stored: StoredItem) -> _Chunk | None:
     """Combines the checksums of a tensor's chunks into the checksum of the whole tensor.
 
-    Returns None if the tensor has no dimensions, or was divided along another dimension than the
-    first (it may be undivided); if chunks are missing or not stored as raw elements; or if their
-    checksums are of several algorithms.
+    Returns None if the tensor has no dimensions, or is divided along any dimension but the first;
+    if chunks are missing or not stored as raw elements; if their checksums are of several
+    algorithms; or if the entry is not a tensor.
     """
     shape, kinds = stored.shape, {one.algorithm for one in chunks.values()}
     if not shape or len(kinds) != 1:

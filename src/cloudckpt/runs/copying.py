@@ -99,7 +99,8 @@ def copy(
 
     Raises:
         InvalidURIError: If ``source`` or ``target`` is not a valid location.
-        ConfigError: If both are the same location.
+        ConfigError: If both are the same location, ``step_name`` is not a valid pattern, or the
+            target's store ignores conditions of writes.
         CheckpointNotFoundError: If there is no committed checkpoint to copy, or all were deleted
             meanwhile.
         CheckpointExistsError: If there is a checkpoint at the target and ``overwrite`` is off, or
@@ -220,7 +221,7 @@ def detach(
     config: Config | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Copied:
-    """Copies the objects of other checkpoints that a checkpoint refers to into its own folder.
+    """Copies into a checkpoint's own folder the objects of other checkpoints that it refers to.
 
     The bytes are copied as by :func:`copy`, and the checkpoint's commit object is replaced by one
     that names the copies. The shared objects are deleted if no other checkpoint needs them.
@@ -237,6 +238,7 @@ def detach(
         InvalidURIError: If ``checkpoint_id`` is not a valid location.
         CheckpointNotFoundError: If the location has no committed checkpoint.
         CheckpointCorruptError: If the shared bytes are damaged; the checkpoint stays unchanged.
+        ConfigError: If the store ignores conditions of writes.
         CheckpointConflictError: If another writer has replaced the checkpoint meanwhile.
         CheckpointReplacedError: If the checkpoint was replaced meanwhile, again and again.
         CommitUnknownError: If the store does not say whether the commit took place.
@@ -252,7 +254,7 @@ def _copies(origin: Run, goal: Run, step_name: str | None) -> list[_Copy]:
     """Lists the copies to make: of the source if that is a checkpoint, else of a run's checkpoints.
 
     Raises:
-        ConfigError: If the source and the target are the same.
+        ConfigError: If the source and the target are the same, or ``step_name`` is not valid.
         CheckpointExistsError: If the source is a run, and the target a checkpoint.
         CheckpointNotFoundError: If there is no committed checkpoint to copy.
     """
@@ -291,7 +293,10 @@ def _copies(origin: Run, goal: Run, step_name: str | None) -> list[_Copy]:
 
 
 def _is_run(folder: Run) -> bool:
-    """Returns whether a folder is a run, by its claim or its steps; False if access is denied."""
+    """Returns whether a folder has a run's claim or committed checkpoints in direct subfolders.
+
+    False if access is denied.
+    """
     try:
         return folder.owner() is not None or any(one.is_committed for one in folder.summaries())
     except AccessDeniedError:  # credentials that allow only writes to the target

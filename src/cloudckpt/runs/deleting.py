@@ -34,6 +34,7 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
     intact. Then the objects that it names are deleted, except those that other checkpoints refer
     to; these are deleted with the last checkpoint that refers to them. Other objects in the folder
     are not touched. If the deletion is interrupted, the remaining objects are invisible to readers.
+    If the metadata is damaged, only the commit object is deleted, and a warning is logged.
 
     A save whose commit got no answer sends that request again. If this happens during the deletion,
     the commit object reappears; it is deleted once more after the data.
@@ -118,13 +119,15 @@ def delete_run(
 ) -> None:
     """Deletes all checkpoints of a run, the leftovers of killed saves, and the run's claim.
 
-    No job may be saving into the run or beneath it. Objects of other programs stay, and so do
-    leftovers of torch's own writers.
+    The claim is the object that names the job which may save into the run. No job may be saving
+    into the run or beneath it. Objects of other programs stay, and so do leftovers of torch's own
+    writers.
 
     Args:
         run: The folder of the run.
         config: Options; None reads them from the environment.
-        deleted: Called with the URI of each checkpoint when its commit object is deleted.
+        deleted: Called with the URI of each committed checkpoint when its commit object is deleted,
+            by this call or another process.
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
@@ -152,5 +155,5 @@ def _remove_empty(location: CheckpointURI, folders: Iterable[str]) -> None:
 
 
 def _attempt_of(commit: CommitObject | None) -> str:
-    """Returns the random name of the save that wrote a commit object; empty if it has none."""
+    """Returns the random name of the save that wrote a commit object; empty if unknown."""
     return "" if commit is None or commit.record is None else commit.record.attempt

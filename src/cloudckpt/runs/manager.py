@@ -312,7 +312,8 @@ class CheckpointManager(ClosedAtExit):
             metrics: Numbers to store with the checkpoint; those of the first rank are stored. A
                 checkpoint without ``best_metric``, or with NaN there, is never the best, and
                 ``best_to_keep`` keeps it; this is logged.
-            notes: Other values to store with the checkpoint, of types that JSON has.
+            notes: Other values to store with the checkpoint, of types that JSON has; those of the
+                first rank are stored.
             force: Whether to save the step even if it is not due, or if it exists and the job has
                 not called :meth:`restore`.
 
@@ -325,7 +326,8 @@ class CheckpointManager(ClosedAtExit):
             CheckpointExistsError: If the step already has a checkpoint, and ``Config.overwrite`` is
                 off or the job has not called :meth:`restore` and does not ``force`` the save.
             CheckpointConflictError: If another job has begun to save into this run.
-            ConfigError: If the metrics or notes can't be stored, or the manager is ``read_only``.
+            ConfigError: If ``step`` is not a valid step, the metrics or notes can't be stored, or
+                the manager is ``read_only``.
             ClosedError: If the manager was closed.
             CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or an earlier
                 one.
@@ -404,8 +406,9 @@ class CheckpointManager(ClosedAtExit):
                 committed steps), or ``source`` has none.
             CheckpointCorruptError: If all checkpoints are damaged, or the one of ``step`` or
                 ``source`` is.
-            ConfigError: If ``keys`` match no entry of ``state``, or ``step`` is given with a
-                ``source`` that is a single checkpoint.
+            ConfigError: If ``keys`` match no entry of ``state``, ``step`` is not a valid step, or
+                it is given with a ``source`` that is a single checkpoint.
+            ClosedError: If the manager was closed.
             CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
         self._check_open()
@@ -460,7 +463,9 @@ class CheckpointManager(ClosedAtExit):
         self._meeting.broadcast_from_first(lambda: self._pruner.delete(step))
 
     def wait_until_finished(self) -> None:
-        """Waits until all saves are committed, and the steps that retention does not keep deleted.
+        """Waits until all saves are committed, and retention's deletions after them have ended.
+
+        A failed deletion is only logged.
 
         Raises:
             ClosedError: If the manager was closed.

@@ -168,8 +168,8 @@ class _Signal:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Tells the watchers that the job is about to end, and calls the previous handler.
 
-        If that is the default handler, a second signal ends the process. The first one does if no
-        watcher is left, or if it is SIGTERM in a forked child.
+        If that is the default handler, a second signal ends the process. Even a first signal ends
+        it if no watcher is left, or if the signal is SIGTERM and this is a forked child.
         """
         is_elsewhere, is_second = os.getpid() != self._pid, False
         if self._watchers and not is_elsewhere:
@@ -231,7 +231,7 @@ class Agreement:
         """Passes on this rank's flags; returns which flags any rank has set, the same on all ranks.
 
         The result has the flags of the previous step; after steps that took more than a second on
-        all ranks, also those of this step.
+        all ranks, also those of this step. A rank that is alone gets its own flags of this step.
 
         Args:
             noticed: Whether this rank has detected that the job is about to end. Once a rank has

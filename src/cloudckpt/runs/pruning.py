@@ -62,7 +62,8 @@ def prune(
 
     The rules are those of :class:`CheckpointManager`. They apply to the steps on the run's line
     (:mod:`cloudckpt.runs.line`), of which the newest is always kept. If the metadata of that step
-    is damaged, nothing is deleted: intact checkpoints would be lost in favour of a damaged one.
+    is damaged, and others on the line would be deleted, nothing is deleted: intact checkpoints
+    would be lost in favour of a damaged one.
     Checkpoints whose notes can't be read are kept and logged; as they may be on the line, the
     newest of them counts as its newest step if it is newer. Checkpoints that are saved anew
     meanwhile are kept, too. If a checkpoint can't be deleted, the others are deleted all the same;
@@ -88,12 +89,12 @@ def prune(
         deleted: Called with the URI of each checkpoint when its commit object is deleted.
 
     Returns:
-        The URIs of the deleted checkpoints: the steps on the line, oldest first, then abandoned
-        ones.
+        The URIs of the deleted checkpoints (in a dry run, of those that would be deleted): the
+        steps on the line, oldest first, then abandoned ones.
 
     Raises:
-        CheckpointCorruptError: If the metadata of the newest checkpoint is damaged, and others
-            would be deleted.
+        CheckpointCorruptError: If the metadata of the newest checkpoint is damaged, and others on
+            the line would be deleted.
         ConfigError: If an option is invalid, no checkpoint has the metric, or ``run`` is a
             checkpoint.
         InvalidURIError: If ``run`` is not a valid location.
@@ -313,7 +314,8 @@ class Pruner:
     def _after(self, saved: SaveFuture | None, keep_abandoned: bool) -> None:
         """Waits for a save, and deletes steps that retention does not keep if the save succeeded.
 
-        Nothing is deleted after another job has claimed the run. Errors are only logged.
+        Nothing is deleted after another job has claimed the run, or if the run has no step of this
+        job left. Errors are only logged.
         """
         if saved is not None and (saved.exception() is not None or saved.skipped):
             return
@@ -339,7 +341,10 @@ class Pruner:
             logger.error(text, self._run.root, error, exc_info=not is_ours)
 
     def _log_new(self, history: History, keep_abandoned: bool) -> None:
-        """Logs, once for each step, that unreadable and abandoned steps are kept."""
+        """Logs, once for each step, that unreadable and abandoned steps are kept.
+
+        Abandoned steps are logged only if ``keep_abandoned`` is set.
+        """
         new = {step: why for step, why in history.unread.items() if step not in self._logged}
         self._run.log_unread(new)
         abandoned = [step for step in history.abandoned if step not in self._logged]

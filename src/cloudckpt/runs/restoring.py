@@ -45,7 +45,8 @@ def restore_newest(
     Args:
         run: The run.
         meeting: The ranks.
-        hook: Called before and after the commit of a pending step that is newer.
+        hook: Called before and after the commit of a pending step, which is newer than the newest
+            committed one on the line.
         until: When to stop waiting for processes that are still sending a step, by
             :func:`time.monotonic`; None commits no pending step.
         load: Loads a step, given its number and notes; called on all ranks.
@@ -56,7 +57,7 @@ def restore_newest(
     Raises:
         CheckpointCorruptError: If no step could be loaded, and the newest one is damaged.
         CheckpointNotFoundError: If no step could be loaded, and the newest one was deleted.
-        CloudCheckpointError: The other errors of ``load``.
+        CloudCheckpointError: The other errors of ``load``, and of reading the steps' notes.
     """
     adopt = None if until is None else partial(_adopt, run, hook, until)
     steps, passed = run.walk(adopt=adopt), dict[int, Notes]()  # only rank 0 iterates
@@ -110,9 +111,10 @@ def restore_newest(
 
 
 def _adopt(run: Run, hook: CommitHook, until: float, step: int) -> None:
-    """Commits a step if it is pending, and waits for its data; ``until`` is by ``time.monotonic``.
+    """Waits for the data of a pending step, and commits the step; does nothing for other steps.
 
-    If the step is incomplete or damaged, or access is denied, a warning is logged.
+    ``until`` is when to stop waiting, by :func:`time.monotonic`. If the step is incomplete or
+    damaged, or access is denied, a warning is logged.
 
     Raises:
         StoreError: If the store refuses for another reason, or stays unreachable.
@@ -131,6 +133,7 @@ def notes_to_restore(run: Run, step: int) -> Notes:
 
     Raises:
         CheckpointNotFoundError: If the step is not committed; the message lists those that are.
+        CheckpointCorruptError: If the notes are damaged.
     """
     notes = _notes_of(run, step)
     on_line = (at for at, noted, is_on in run.walk() if is_on and isinstance(noted, Notes))

@@ -137,7 +137,8 @@ class Saves:
     def newest(self) -> int | None:
         """The step that this job restored or began to save last; None if there is none.
 
-        Saves whose failure was reported are left out.
+        Also None if the last of them was a restore that found no step. Saves whose failure was
+        reported are left out.
         """
         with self._lock:
             counted = (save.step for save in reversed(self._all) if save.outcome != "failed")
@@ -153,7 +154,7 @@ class Saves:
     def end(self, save: Save, outcome: Outcome) -> None:
         """Sets the outcome of a save under way.
 
-        A commit removes the earlier saves from the list, except those under way and those whose
+        A commit removes the earlier entries from the list, except saves under way and those whose
         failure was not reported yet. A dropped save is removed.
         """
         with self._lock:
@@ -312,7 +313,7 @@ class StepSaver:
             saves: The list of the job's saves.
             line: Claims the run, and knows whether existing steps may be replaced.
             in_use: Prevents the deletion of a step while it is saved.
-            in_background: Whether a save returns once the state is staged.
+            in_background: Whether a save other than the final one returns once the state is staged.
         """
         self._saves, self._line, self._in_use = saves, line, in_use
         self._last: SaveFuture | None = None  # of the last save in the background
@@ -333,14 +334,15 @@ class StepSaver:
         force: bool,
         is_last: bool,
     ) -> tuple[Notes, SaveFuture | None] | None:
-        """Saves a step, in the background unless it is the final one.
+        """Saves a step, in the background if that was chosen, and the step is not the final one.
 
         Args:
             step: The number of the step.
             state: The state dict to save.
             metrics: Numbers to store with the checkpoint.
             notes: Other values to store with it.
-            force: Whether an existing step may be replaced even if the job has restored none.
+            force: Whether an existing step may be replaced even if the job has not called
+                ``restore()``.
             is_last: Whether this is the final save before the job ends: it waits for the earlier
                 saves, and is committed when this returns.
 
@@ -350,7 +352,8 @@ class StepSaver:
             failed with a tolerated error.
 
         Raises:
-            CloudCheckpointError: The errors of a checkpointer's ``save``.
+            CloudCheckpointError: The errors of a checkpointer's ``save`` and of
+                :meth:`OwnLine.claim`, unless they are tolerated.
         """
         save, line = self._saves.begin(step), self._line
         try:

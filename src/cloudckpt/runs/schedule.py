@@ -80,7 +80,10 @@ class Schedule:
         return self._answers(step)[0]
 
     def is_last(self, step: int, newest: int | None) -> bool:
-        """Returns whether a step is to be the final save; ``newest`` is the step saved last."""
+        """Returns whether a step is to be the final save.
+
+        ``newest`` is the step saved or restored last; None if there is none.
+        """
         return self.is_ending(step) and not self._has_saved_last and step != newest
 
     def is_turn(self, step: int) -> bool:

@@ -6,9 +6,9 @@ belongs to no save that can still commit. Ages are measured by the store's clock
 object is compared with that of an object that the sweep writes.
 
 An object may be named by another checkpoint of the run than the one in whose folder it is. And a
-save in progress may refer to old objects that no checkpoint names any more: it has put a mark into
-their folder (:mod:`cloudckpt.checkpoint.references`), so marks are listed after all commit objects
-were read.
+save in progress may refer to old objects that no checkpoint names any more: it has put a mark, an
+object that keeps them, into their folder (:mod:`cloudckpt.checkpoint.references`). So marks are
+listed after all commit objects were read.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Leftovers:
     """The leftovers of killed saves in a run.
 
     Attributes:
-        objects: The URIs of objects that no checkpoint needs: data, marks, records, and temporary
-            objects.
+        objects: The URIs of objects that no checkpoint needs: data, temporary objects, records of
+            saving processes or of files, and marks (which keep data that other checkpoints use).
         nbytes: The bytes of these objects.
         uploads: The URIs of objects whose upload cloudckpt has begun and not completed.
         unread: The URIs of damaged commit objects and manifests of files: objects that these may
@@ -209,7 +209,7 @@ class _Sweep:
         Args:
             folder: The key of the folder.
             left: The old objects in it that its own checkpoint does not name.
-            named: What all checkpoints of the run need.
+            named: The keys that all checkpoints of the run need.
             limit: Objects written at this time or before are old, in seconds since 1970.
         """
         if named.unread:  # a damaged checkpoint may refer to any of them
@@ -241,7 +241,8 @@ class _Sweep:
     def _named(self, folder: str) -> _Named:
         """Returns what a folder's checkpoint needs: nothing if none is committed there.
 
-        If its commit object is damaged, the result is ``unread``, and the object is in the report.
+        If its commit object is damaged, ``unread`` of the result is True, and the object's URI is
+        added to :attr:`Leftovers.unread`.
         """
         store, uri = self._run.store, self._uri(folder)
         key = uri.key(METADATA)
@@ -311,6 +312,8 @@ class _Named:
 
 def clock_of(run: Run) -> float:
     """Returns the store's time in seconds since 1970: that of an object which is written for it.
+
+    The object is deleted again.
 
     Raises:
         StoreError: If the store reports no times, refuses, or stays unreachable.

@@ -92,7 +92,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Object:
-    """A unit of reading: a whole data object with its items, or one item of a shared object.
+    """A unit of reading: a whole data object with its items, or one item of any other object.
 
     Attributes:
         whole: The bytes to read.
@@ -185,7 +185,8 @@ def _damages(
     """Reads the objects of this rank's share, and returns an error for each damaged item.
 
     The items of an object with a wrong checksum are read again, to find the damaged ones. If all of
-    them are intact, the returned error is about the bytes between them.
+    them are intact, the whole object is read again; if its checksum is still wrong, the returned
+    error is about the bytes between the items.
     """
     seen = Progress(progress)
     seen.total = sum(unit.whole.nbytes for unit in share)

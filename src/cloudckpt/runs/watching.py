@@ -42,8 +42,8 @@ def watch(
       went back to an older step, the steps that it saves again are yielded again.
     - Versions are compared, not times, so clocks may differ.
 
-    A poll takes one request per thousand folders of the run, one for its claim, and up to four for
-    the newest step and for each step that is new, not committed, or compared again. Requests are
+    A poll takes one request per thousand folders, one for the run's claim, and up to four for the
+    newest step and for each step that is new, not committed, or compared again. Requests are
     retried as ``config.retry`` says; an error that remains is raised, and ends the watch. Between
     polls the caller's thread sleeps: leave the loop, or press Ctrl-C, to end the watch. For an
     event loop use :func:`cloudckpt.aio.watch`.
