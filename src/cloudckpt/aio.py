@@ -50,9 +50,9 @@ async def exists(uri: URILike, *, config: Config | None = None) -> bool:
 async def latest(
     run: URILike, *, step_name: str = DEFAULT_PATTERN, config: Config | None = None
 ) -> str | None:
-    """Returns the URI of a run's newest committed step that is not abandoned; None if it has none.
+    """Returns the URI of a run's newest committed checkpoint; None if there is none.
 
-    See :func:`cloudckpt.latest`.
+    See :func:`cloudckpt.latest`, also for the checkpoints that are skipped.
     """
     found = Run(run, step_name=step_name, config=config)
     step = await _request(found.view, lambda view: found.through(view).newest())

@@ -401,8 +401,9 @@ def writer_for(
     """Returns the caller's writer, set to the location if one is given, or a new writer.
 
     Raises:
-        InvalidURIError: If there is neither a location nor a writer.
-        ConfigError: If the writer is another package's, or if options are given besides a writer.
+        InvalidURIError: If the location is invalid, or there is neither a location nor a writer.
+        ConfigError: If the writer is another package's; if options or a base are given besides a
+            writer; or if they are invalid.
     """
     if writer is None:
         if checkpoint_id is None:

@@ -384,7 +384,8 @@ def make_sync_checkpointer(config: CheckpointerConfig | None = None) -> SyncChec
         config: The configuration; default: ``CheckpointerConfig()``.
 
     Raises:
-        ConfigError: If the configuration, or an option in it, has another class.
+        ConfigError: If the configuration or its ``config`` has another class, or its ``planner``
+            is not callable.
     """
     return SyncCheckpointer(config if config is not None else CheckpointerConfig())
 

@@ -381,7 +381,7 @@ class CheckpointCorruptError(CheckpointError):
 
     Attributes:
         damages: The damages found: by a verification all, by a load those in the request that
-            failed first. By default one, for the object at ``uri``.
+            failed first. By default one for the object at ``uri``; none if that is None.
     """
 
     def __init__(self, message: str, *, damages: Sequence[Damage] = (), **context: Any) -> None:

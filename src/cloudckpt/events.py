@@ -55,7 +55,7 @@ class Event:
         uri: The checkpoint, without secrets.
         rank: The rank in the group that saves or loads.
         began: The start, in seconds since the epoch.
-        seconds: The duration; 0 for events without one.
+        seconds: The duration (for ``progress``: so far); 0 for events without one.
         nbytes: Bytes moved.
         total: For ``progress``: the expected bytes; 0 if unknown.
         detail: For ``retry``, ``throttle``, ``failure`` and a phase that failed: the class of the
@@ -90,7 +90,7 @@ class Transferred:
         nbytes: Payload bytes sent or received, including those of retried requests.
         requests: Data requests that succeeded.
         retries: Retried requests.
-        seconds: The time from the first to the last byte.
+        seconds: The time from the start of the transfer until these totals were taken.
     """
 
     nbytes: int
@@ -278,7 +278,7 @@ class Timeline:
 
         Its columns are the phase, the seconds from the first event's start to this one's, the
         duration in seconds, MiB moved, the rank, and the URI, followed by ``FAILED`` if the phase
-        failed, and by the class of the error, if any.
+        failed, and by the class of the error, if any. Without events, the result says so.
         """
         if not self.events:
             return "no events were recorded"

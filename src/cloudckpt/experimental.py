@@ -171,14 +171,18 @@ class CloudCheckpointReader(CheckpointReader):
             The state, and the keys of ``state_dict`` that the file lacks.
 
         Raises:
+            InvalidURIError: If ``path`` is not a valid location.
             CheckpointNotFoundError: If there is no such file.
-            CheckpointCorruptError: If the file can't be read.
+            CheckpointCorruptError: If the file is damaged, or was not written by ``torch.save``.
             CheckpointReplacedError: If it was replaced while it was read.
+            StoreError: If the store refuses or stays unreachable.
             UntrustedPickleError: If its pickle would run code that is not on torch's allow-list.
             ShapeMismatchError: If a tensor of ``state_dict`` has another shape or type.
             UnsupportedTensorError: If a tensor has another layout, such as sparse, or no memory.
             KeyCollisionError: If tensors that share memory have different values in the file.
-            CheckpointError: If the file has another kind of value than ``state_dict`` at some key.
+            CheckpointError: If the file has another kind of value than ``state_dict`` at some key;
+                or, with a ``map_location`` other than "cpu", if the file is damaged, or a device
+                does not exist.
         """
         uri = _object_of(path, self._rank_info)
         rank = self._rank_info.global_rank
@@ -212,7 +216,7 @@ class CloudCheckpointReader(CheckpointReader):
 
 
 class _Part(NamedTuple):
-    """What is noted while the values of a file are put into a state dict.
+    """Missing keys and tensors, noted while the values of a file are put into a state dict.
 
     Attributes:
         uri: The file.

@@ -162,7 +162,8 @@ def load_file(
         InvalidURIError: If ``uri`` does not name a file.
         ObjectNotFoundError: If there is no such object; also a FileNotFoundError.
         PreconditionFailedError: If the object does not have the version ``if_version``.
-        CheckpointCorruptError: If the bytes do not match the store's checksum, twice.
+        CheckpointCorruptError: If the bytes do not match the store's checksum, or those of a second
+            read, twice.
         CheckpointReplacedError: If the object was replaced during each of several tries.
         StoreError: If the store refuses the request or stays unreachable.
     """

@@ -141,6 +141,7 @@ def dcp_to_torch_save(
         CheckpointReplacedError: If the checkpoint was replaced repeatedly meanwhile.
         UntrustedPickleError: If a pickle in it would run code that is not on the allow-list.
         CheckpointExistsError: If there is a file and ``overwrite`` is off.
+        CheckpointError: If ``torch.save`` can't write the content.
         InvalidURIError: If a location can't be used for its purpose.
         StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
@@ -161,9 +162,9 @@ def dcp_to_dcp(
     """Saves the content of a DCP checkpoint again, as a new checkpoint that one rank writes.
 
     This adds checksums to a checkpoint of torch's own writers, and packs a checkpoint of many ranks
-    into few objects. Notes are kept. The new checkpoint is committed when it is complete. This
-    takes memory for one copy of the state, and ``memory_budget`` bytes (64 MiB by default). Call it
-    on one rank: it takes no part in collectives.
+    into few objects. Its notes are saved too. The new checkpoint is committed when it is complete.
+    This takes memory for one copy of the state, and ``memory_budget`` bytes (64 MiB by default).
+    Call it on one rank: it takes no part in collectives.
 
     Args:
         source: The checkpoint, of cloudckpt or of torch.

@@ -21,7 +21,14 @@ _USAGE = "usage: python -m cloudckpt.run (script.py | -m module) [argument ...]"
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a script, or the module after ``-m``, with the arguments that follow its name."""
+    """Installs cloudckpt, and runs a script, or the module after ``-m``, with its arguments.
+
+    Args:
+        arguments: The script, or ``-m`` and the module; and its arguments.
+
+    Raises:
+        SystemExit: If there is no script or module.
+    """
     is_module = arguments[:1] == ["-m"]
     command = arguments[1:] if is_module else arguments
     if not command or command[0].startswith("-"):

@@ -356,7 +356,7 @@ def _absolute(path: str) -> str:
 
 
 def text_of(location: object) -> str | None:
-    """Returns the text of a string or path object; None for any other object, and a path in bytes.
+    """Returns the text of a string or path object; None for other objects and for paths in bytes.
 
     Of an object of any class whose ``str()`` is a URI, that URI is returned: the file system path
     of another library's path object may be that of a local copy.

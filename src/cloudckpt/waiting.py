@@ -73,8 +73,9 @@ class Waiting:
     def failed(self, why: object, *, left: float, pause: float) -> None:
         """Notes a failed try, and logs it if the operation has taken ``FIRST_LINE`` seconds.
 
-        It is logged in any case if the pause before the next try is that long: nothing can be
-        logged during it. No line is logged soon after another one (``LONGEST_SILENCE``).
+        It is also logged if the pause before the next try is at least that long: nothing can be
+        logged during it. In both cases it is left out soon after another line
+        (``LONGEST_SILENCE``).
 
         Args:
             why: The error, or a text that describes it.

@@ -181,7 +181,8 @@ def config_or_default(config: Config | None) -> Config:
     """Returns the caller's options, or those of the environment if `config` is None.
 
     Raises:
-        ConfigError: If `config` is not a Config, such as a dict.
+        ConfigError: If `config` is not a Config, such as a dict; or if it is None and a variable of
+            the environment has an invalid value.
     """
     if config is None:
         return Config()

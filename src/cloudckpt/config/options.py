@@ -171,6 +171,10 @@ class Options:
 
     Attributes:
         variables: The prefix of the environment variables.
+
+    Raises:
+        TypeError: If there is no option of a given name.
+        ConfigError: If a value is invalid, or values that are valid alone can't be combined.
     """
 
     variables: ClassVar[str]
@@ -202,7 +206,7 @@ def _hints_of(cls: Any) -> dict[str, Any]:
 
 
 def documented_options(cls: type[Any]) -> list[tuple[str, str, Any, str]]:
-    """Returns ``(name, variable, default, description)`` of each option, for the documentation."""
+    """Returns ``(name, variable, default, description)`` of each option with a variable."""
     options = [field.default for field in fields(cls) if isinstance(field.default, _Option)]
     return [(each.name, each.variable, each.default, each.doc) for each in options]
 

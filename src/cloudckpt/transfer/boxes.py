@@ -88,7 +88,7 @@ class BoxBytes:
 def row_major_slices(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[BoxBytes]:
     """Cuts a tensor into consecutive contiguous boxes, each of at most `limit` bytes.
 
-    A single element may exceed the limit.
+    A single element may exceed the limit. An empty tensor has no boxes.
     """
     if 0 in shape:
         return
@@ -122,7 +122,7 @@ def plan_boxes(
 
     Parts of the region that lie next to each other in the tensor form one range. So do parts with
     gaps of at most `merge_gap` bytes in between, which are read as well. The boxes are relative to
-    the region.
+    the region; an empty region has none.
 
     Args:
         shape: The shape of the stored tensor.

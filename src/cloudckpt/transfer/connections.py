@@ -69,7 +69,7 @@ _found: dict[tuple[str, Direction], tuple[int, float | None]] = {}
 
 
 def transfer_group(store: RangeReader, config: Config, direction: Direction) -> TaskGroup:
-    """Returns the group of threads for a transfer, each with a connection.
+    """Returns the group of threads for a transfer; each thread has a connection.
 
     Args:
         store: The target or source.

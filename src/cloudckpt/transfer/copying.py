@@ -77,7 +77,7 @@ def relay(
     thread; several threads share `memory_budget` bytes, or the size of two parts if that is more.
     The received bytes are compared with the object's checksum before the copy is completed. Of
     copies that the target store makes by itself, the checksum that it reports is compared, if any.
-    A failure removes the incomplete copies.
+    A failure removes the copies that are incomplete or do not match.
 
     Args:
         source: The store of the sources.
@@ -85,15 +85,18 @@ def relay(
         tasks: The objects.
         config: Options.
         stats: Transfer counters.
-        moved: Called with the bytes copied since the last call, from any thread.
+        moved: Called with a number of bytes each time that so many more are copied, from any
+            thread.
         arrived: Called, after the transfer, with the task of each copy that is complete and matches
             its known checksum, also if others failed.
 
     Raises:
-        CheckpointCorruptError: If an object is missing or was replaced.
+        CheckpointCorruptError: If an object that is streamed is missing, was replaced, or has
+            another size than its task.
         MismatchError: If the received bytes of an object, or a copy that the store has made, do not
             match the checksum.
-        StoreError: If a store refuses a request or stays unreachable.
+        StoreError: If a store refuses a request or stays unreachable; also if an object that the
+            target store copies by itself is missing or was replaced.
     """
 
     def interrupt(threads: Collection[int]) -> None:
@@ -186,10 +189,12 @@ class ObjectCopy(ObjectUpload):
 
         Args:
             source: The object to copy.
-            moved: Called with the bytes copied since the last call, from any thread.
+            moved: Called with a number of bytes each time that so many more are copied, from any
+                thread.
 
         Raises:
             StoreError: If a multipart upload for the copy can't be begun.
+            TransferCancelledError: If a task of the group has failed.
         """
         limits, size = self._store.capabilities, source.info.size
         self.position, self._moved = size, moved

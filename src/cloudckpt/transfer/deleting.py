@@ -30,8 +30,8 @@ def delete_each(
     """Deletes objects, or aborts uploads, in parallel; returns those left, each with its error.
 
     Deletions that may succeed later are retried together, as often and as long as `policy` says: it
-    bounds the whole, not each key. Once the connection is lost, no further key is tried before the
-    next pause: each might wait just as long in vain.
+    bounds the whole, not each key. Once the connection is lost, no further key is tried until
+    after the next pause: each might wait just as long in vain.
 
     Args:
         store: The store.
@@ -71,7 +71,7 @@ def delete_all(
         what: The kind of objects, for the message.
 
     Raises:
-        StoreError: The error of the first object left; it does not stop the other deletions.
+        StoreError: The error of one of the objects left; it does not stop the other deletions.
     """
     if left := delete_each(store, keys, policy, threads=threads):
         reason = next(iter(left.values()))
@@ -98,7 +98,10 @@ def delete_quietly(
 
 
 def _try_each(store: ObjectStore, wanted: list[K], threads: int) -> dict[K, StoreError]:
-    """Tries each deletion once; returns the keys left, untried ones first, with their errors."""
+    """Tries each deletion once, until the connection is lost; returns the keys left, with errors.
+
+    Keys that were not tried come first, with the error of the lost connection.
+    """
     group = TaskGroup(threads, name="cloudckpt-delete", interrupt=store.interrupt)
     failed: dict[K, StoreError] = {}
     lost: list[ConnectionLostError] = []

@@ -89,9 +89,12 @@ def download(
             to derive it from ``wanted``.
 
     Raises:
-        CheckpointCorruptError: If bytes are missing, were replaced, or do not match their checksum
-            even when fetched again.
+        CheckpointCorruptError: With the default ``damaged``: if bytes are missing, were replaced,
+            or do not match their checksum even when fetched again. With ``shared``, and any
+            ``damaged``: if an object to be shared is missing or was replaced.
         StoreError: If the store refuses a request or stays unreachable.
+        TransferCancelledError: With ``shared``: if another rank failed.
+        ProcessGroupError: With ``shared``: if another rank ended, or the connection to it broke.
     """
     work = Download(store, config, stats, damaged)
 
@@ -109,13 +112,13 @@ class Shared(Protocol):
     """Fetches, together with other ranks, the bytes that several ranks need."""
 
     def carry_out(self, download: Download) -> Sequence[Segment]:
-        """Delivers the bytes that other ranks need too; returns the segments left to fetch."""
+        """Delivers the bytes that this and other ranks need; returns the segments left to fetch."""
 
 
 def segments_for(wanted: Sequence[Wanted], config: Config) -> list[Segment]:
     """Returns the segments to request, one for each nonempty ``Wanted``.
 
-    They have whole rows (:attr:`Wanted.row`), and whole blocks if those are verified.
+    They have whole rows (:attr:`Wanted.row`), and whole blocks if their checksums are verified.
     """
     with paused_gc():
         return [_segment(want, config.verify) for want in wanted if want.stop > want.start]
@@ -173,8 +176,8 @@ class Receiver:
             version: The expected version of the object; None if unknown.
 
         Raises:
-            CheckpointCorruptError: If the object is missing, was replaced since its first range was
-                read, or has another size.
+            CheckpointCorruptError: If the object is missing or ends too early, was replaced since
+                its first range was read, or has another version or size than expected.
             StoreError: If the store refuses a request or stays unreachable.
         """
         at, rest = start, list(views)
@@ -271,7 +274,11 @@ class Download:
     def fetch(self, request: Sequence[Segment]) -> None:
         """Fetches the bytes of a request from the store, verifies and delivers them.
 
-        Damaged bytes are not raised, but reported to the handler ``damaged`` of this download.
+        Damage is not raised, but reported to the handler ``damaged`` of this download, which may
+        raise it.
+
+        Raises:
+            StoreError: If the store refuses a request or stays unreachable.
         """
         self._land(request, functools.partial(self._receive, request))
 
@@ -281,11 +288,21 @@ class Download:
         Args:
             request: The segments.
             into: The memory for them, from the first byte of the first to the end of the last.
+
+        Raises:
+            CheckpointCorruptError: If the object is missing, was replaced, or has another size.
+            StoreError: If the store refuses a request or stays unreachable.
         """
         self._receive(request, [into])
 
     def land(self, request: Sequence[Segment], data: memoryview) -> None:
-        """Verifies and delivers a request whose bytes are in `data`; refetches it if damaged."""
+        """Verifies and delivers a request whose bytes are in `data`; refetches it if damaged.
+
+        Remaining damage is reported as by :meth:`fetch`.
+
+        Raises:
+            StoreError: If the store refuses the second request or stays unreachable.
+        """
         self._land(request, functools.partial(_copy, data))
 
     def _land(
@@ -383,8 +400,8 @@ def _pack(segments: Sequence[Segment], *, limit: int, merge_gap: int) -> Iterato
     """Groups the segments of one object into requests.
 
     Neighbours at most `merge_gap` bytes apart share a request of up to `limit` bytes; a segment
-    that crosses the limit is cut there. Bytes where segments overlap are read for each of them. A
-    single segment that can't be cut may exceed the limit.
+    that crosses the limit is cut at or before it. Bytes where segments overlap are read for each of
+    them. A single segment that can't be cut may exceed the limit.
     """
     request: list[Segment] = []
     waiting = sorted(segments, key=lambda segment: (segment.start, segment.stop), reverse=True)

@@ -44,7 +44,10 @@ class Cancellation:
             raise TransferCancelledError(why)
 
     def wait(self, seconds: float) -> None:
-        """Sleeps for `seconds`; raises TransferCancelledError as soon as cancelled."""
+        """Sleeps for `seconds`; raises TransferCancelledError as soon as cancelled.
+
+        If `seconds` is 0, it neither sleeps nor raises.
+        """
         if seconds > 0 and self._event.wait(seconds):
             self.check()
 

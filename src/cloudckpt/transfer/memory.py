@@ -138,7 +138,8 @@ def sharing_memory(
     tensors of different owners do not overlap.
 
     Args:
-        entries: For each entry its owner, and the nonempty tensors in memory that it consists of.
+        entries: For each entry its owner (entries of one owner may overlap in a round), and the
+            nonempty tensors in memory that it consists of.
 
     Returns:
         For each entry that overlaps one of another owner, directly or through further entries, the

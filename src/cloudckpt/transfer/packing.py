@@ -67,7 +67,7 @@ class Packer:
         return checksums
 
     def _room(self, nbytes: int) -> int:
-        """Reserves room for the next bytes; returns their offset in the slab."""
+        """Reserves room for the next bytes; returns their offset in the shared block."""
         slab, place = self._pool.reserve(nbytes)
         if slab is self._slab and place == self._stop:
             slab.release()  # the growing piece needs only one lease

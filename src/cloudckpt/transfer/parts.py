@@ -179,8 +179,8 @@ def choose_part_size(
 
     Args:
         nbytes: The expected size.
-        wanted: The user's choice in bytes, which is kept if the store and ``copied`` allow it; None
-            or 0 for an automatic one.
+        wanted: The user's choice in bytes, which is kept, rounded up to whole MiB, if the store
+            and ``copied`` allow it; None or 0 for an automatic one.
         capabilities: The limits of the store.
         connections: The number of parts sent at a time.
         copied: The memory budget in bytes, if parts hold copies; None if not. A part then takes at

@@ -130,9 +130,15 @@ class MemoryPool:
     def reserve(self, nbytes: int) -> tuple[Lease, int]:
         """Reserves room in a block that is shared by several reservations.
 
+        Args:
+            nbytes: The size; at most ``slab_bytes``.
+
         Returns:
             The block, with a holder for this reservation, and the offset in it: a multiple of 64
-            that follows the previous reservation while there is enough room.
+            that follows the previous reservation while there is enough room; else 0 in a new block.
+
+        Raises:
+            TransferCancelledError: If the transfer was cancelled while this waited for memory.
         """
         slab = self._current
         if slab is None or slab.used + nbytes > self.slab_bytes:

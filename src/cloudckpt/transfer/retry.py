@@ -82,10 +82,10 @@ class Retrier:
 
         Args:
             operation: The operation.
-            made: Called with the final failure, if an earlier try may have been carried out without
-                a confirmation; returns the result of that try, or None if it has none, and the
-                failure is then raised. A request whose response was lost is refused when it is
-                repeated (the object exists, is locked, the upload is gone), although it has
+            made: Called with the final failure, if a try that failed transiently may have been
+                carried out nevertheless; returns the result of that try, or None if it has none,
+                and the failure is then raised. A request whose response was lost is refused when it
+                is repeated (the object exists, is locked, the upload is gone), although it has
                 succeeded.
 
         Raises:
@@ -119,7 +119,12 @@ class Retrier:
         """Calls `look` until its result is not None; returns the result, None after the deadline.
 
         ``attempts`` of the policy limits the calls only if there are no pauses (``cap`` is 0): it
-        is meant for failures, and a result of None is not a failure.
+        is meant for failures, and a result of None is not a failure. Transient errors of `look`
+        count as None.
+
+        Raises:
+            StoreError: If `look` fails permanently.
+            TransferCancelledError: If the transfer was cancelled.
         """
 
         def seen() -> T:

@@ -106,7 +106,12 @@ class ObjectUpload:
         self._expected: int | None = None
 
     def write(self, piece: Piece) -> None:
-        """Appends a piece; blocks while the network is slower than the producer."""
+        """Appends a piece; blocks while the network is slower than the producer.
+
+        Raises:
+            StoreError: If a multipart upload can't be begun.
+            TransferCancelledError: If a task of ``group`` has failed.
+        """
         self.position += piece.view.nbytes
         for part in self._cutter.push(piece):
             self._send(part)
@@ -117,7 +122,12 @@ class ObjectUpload:
             self.write(Piece(memoryview(bytes(gap))))
 
     def close(self) -> None:
-        """Ends the object; the threads of ``group`` send the rest and complete it."""
+        """Ends the object; the threads of ``group`` send the rest and complete it.
+
+        Raises:
+            StoreError: As :meth:`write`.
+            TransferCancelledError: As :meth:`write`.
+        """
         if (last := self._cutter.finish()) is not None:
             self._send(last)
         if self._upload is None:
@@ -136,7 +146,10 @@ class ObjectUpload:
         delete_quietly(self._store, [self.key], self._retrier.policy, threads=1)
 
     def abort(self) -> None:
-        """Aborts the upload unless it is complete; an object at the key stays."""
+        """Aborts the upload unless it is complete; an object at the key stays.
+
+        Errors are logged, not raised.
+        """
         if self._upload is not None and self.info is None:
             _abort(self._store, self._upload, self._retrier.policy, self._leftover_advice)
         if self._may_have_twin:
@@ -380,8 +393,13 @@ def put_whole(
 ) -> ObjectInfo:
     """Writes an object in one request, with retries; `if_version` as in :meth:`ObjectStore.put`.
 
-    A try whose response was lost may itself have invalidated the condition. So an object with this
-    write's name counts as success; another writer's object, even of the same bytes, does not.
+    A try whose response was lost may itself have invalidated the condition. So an object that
+    has this write's random name in its metadata counts as success; another writer's object, even of
+    the same bytes, does not.
+
+    Raises:
+        PreconditionFailedError: If the condition does not hold.
+        StoreError: If the store refuses the request or stays unreachable.
     """
     checksum, attempt = store.capabilities.checksum.of(data), random_suffix()
     return retrier.call(

@@ -28,12 +28,13 @@ S = TypeVar("S")
 class View:
     """A bucket, opened by the first request; requests are retried as the options say.
 
-    All methods raise :class:`~cloudckpt.errors.StoreError` or a subclass, and
-    :class:`~cloudckpt.errors.TransferCancelledError` after :meth:`cancel`. A view serves one
-    caller, who may use several threads; it can't be used after a fork.
+    Methods that send requests raise :class:`~cloudckpt.errors.StoreError` or a subclass, and
+    :class:`~cloudckpt.errors.TransferCancelledError` after :meth:`cancel`; if the store can't be
+    opened, also ConfigError or MissingDependencyError. A view serves one caller, who may use
+    several threads; it can't be used after a fork.
 
     Attributes:
-        retrier: The retrier for requests made outside of the view; it stops when the view ends.
+        retrier: The retrier for requests made outside of the view; :meth:`cancel` stops it, too.
     """
 
     def __init__(self, location: CheckpointURI, config: Config) -> None:
@@ -88,7 +89,7 @@ class View:
         """Returns the results of `look` for each of `wanted`, in the same order.
 
         At most ``config.requests_at_once`` calls run at a time. The first failure is raised and
-        ends the view, as Ctrl-C does: requests still running must not be retried for minutes.
+        cancels the view, as Ctrl-C does: requests still running must not be retried for minutes.
         """
 
         def stop(threads: Collection[int]) -> None:

@@ -258,6 +258,7 @@ class _Tokens:
         Raises:
             CredentialsError: If no source has credentials, or they are refused.
             ConnectionLostError: If a source does not respond.
+            TLSError: If a source can't be reached by TLS.
         """
         now = time.time()
         if now >= self._held.expires_on:

@@ -107,7 +107,11 @@ class AzureStore(RestStore):
     # uploads in parts
 
     def create_upload(self, key: str, part_size: int) -> Upload:
-        """Returns an upload with a new id; sends nothing: Azure begins it with the first block."""
+        """Returns an upload with a new id; sends nothing: Azure begins it with the first block.
+
+        Raises:
+            InvalidRequestError: If Azure would change the key.
+        """
         check_blob(self.root, key)
         name = random_suffix()
         upload = Upload(key, name, part_size, attempt=name)
@@ -207,8 +211,8 @@ class AzureStore(RestStore):
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
         """Yields uploads that have sent blocks of a new blob, and all open uploads of this process.
 
-        Uploads by other processes that would replace a blob are left out: finding them would take a
-        request for each blob.
+        Only keys that begin with `prefix` count. Uploads by other processes that would replace a
+        blob are left out: finding them would take a request for each blob.
         """
         known = list(self._begun.values())  # a copy, as other threads begin and end uploads
         begun = {upload.id: upload for upload in known if upload.key.startswith(prefix)}
@@ -222,7 +226,7 @@ class AzureStore(RestStore):
         yield from begun.values()
 
     def _uploads_of(self, key: str) -> list[str]:
-        """Returns the ids of the uploads that have sent uncommitted blocks for a blob."""
+        """Returns the ids of the uploads that have sent uncommitted blocks for a blob, if any."""
         url = self.object_url(key, {"comp": "blocklist", "blocklisttype": "uncommitted"})
         try:
             with self.exchange("GET", url, {}, key=key) as reply:

@@ -77,7 +77,12 @@ def insertion(resource: Mapping[str, Any], boundary: str) -> tuple[bytes, bytes]
 
 
 def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
-    """Converts an object's JSON description to an ObjectInfo."""
+    """Converts an object's JSON description to an ObjectInfo.
+
+    Raises:
+        KeyError: If it has no generation or no size.
+        TypeError, ValueError: If one of these is not a number.
+    """
     version = str(int(resource["generation"]))
     size = whole_number(str(resource["size"]))
     attempt = str(dict(resource.get("metadata") or {}).get(ATTEMPT, ""))
