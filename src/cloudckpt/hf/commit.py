@@ -93,7 +93,10 @@ _NUMBERED = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 class ModelCommit:
-    """Uploads the files of a model, and makes them visible together."""
+    """Begins the uploads of a model's files, and makes the files visible together at the end.
+
+    The ranks send the parts in between, see :mod:`cloudckpt.hf.sending`.
+    """
 
     def __init__(
         self,
@@ -134,7 +137,10 @@ class ModelCommit:
             The upload of each file.
 
         Raises:
-            CheckpointExistsError: If there is a model and ``overwrite`` is off.
+            CheckpointExistsError: If there is a model, or a part of one, and ``overwrite`` is off.
+            ConfigError: If the store ignores or refuses conditions, and ``conditional_writes`` is
+                ``auto``.
+            StoreError: If the store refuses a request or stays unreachable.
         """
         if self._older and not self._config.overwrite:
             raise CheckpointExistsError(
@@ -172,14 +178,14 @@ class ModelCommit:
     def complete(self, parts: Sequence[Sequence[Part]]) -> None:
         """Makes the model visible: completes its files, and then writes the index, if it has one.
 
-        If this raises, the uploads have been aborted and completed files deleted already, unless
-        the error is a :class:`CommitUnknownError`.
+        If this raises, :meth:`abandon` was called already, unless the model may be visible: after a
+        :class:`CommitUnknownError`, or an interrupt of the last step.
 
         Args:
             parts: The parts that all ranks have sent, by file.
 
         Raises:
-            IncompleteSaveError: If parts of a file are missing.
+            IncompleteSaveError: If the parts of a file do not add up to its size.
             CheckpointConflictError: If another writer has changed the model since the save began.
             CommitUnknownError: If the store did not say whether it carried out the last step.
             StoreError: If the store refused a request or stayed unreachable, and the model is
@@ -209,7 +215,7 @@ class ModelCommit:
             forget_listings()
 
     def _retire_old_model(self) -> None:
-        """Carries out steps 1 and 2: claims the index, and deletes the files of the old model."""
+        """Carries out steps 1 and 2 at the top of this module, for the files in ``_older``."""
         before = self._older.pop(INDEX, None)
         version = "" if before is None else before.version
         self._claim = put_whole(
@@ -276,7 +282,10 @@ class ModelCommit:
             ) from error
 
     def abandon(self) -> None:
-        """Aborts the uploads, and deletes completed files; errors are only logged."""
+        """Aborts the uploads, deletes completed files and the claim; errors are only logged.
+
+        The claim is the text that step 1 at the top of this module writes in place of the index.
+        """
         begun, self._begun = self._begun, []
         made = [one.info for one in begun if one.info is not None]
         retrier = Retrier.for_cleanup(self._config.retry)
@@ -314,14 +323,21 @@ class ModelCommit:
             )
 
     def _delete(self, infos: Iterable[ObjectInfo]) -> None:
-        """Deletes objects that are unchanged, ``model.safetensors`` first: readers look for it."""
+        """Deletes objects by :meth:`_delete_one`; first the file that readers look for first.
+
+        That is ``model.safetensors``.
+        """
         ordered = sorted(infos, key=lambda info: info.key != self._uri.key(SINGLE_FILE))
         delete = functools.partial(self._delete_one, retrier=self._retrier)
         self._each(ordered[:1], delete)
         self._each(ordered[1:], delete)
 
     def _delete_one(self, info: ObjectInfo, retrier: Retrier) -> None:
-        """Deletes an object; if the store honours conditions, only if it is unchanged."""
+        """Deletes an object; if the store honours conditions, only if it is unchanged.
+
+        Raises:
+            PreconditionFailedError: If it has changed.
+        """
         version = info.version if self._conditional else None
         retrier.call(lambda: self._store.delete(info.key, if_version=version))
 
@@ -351,7 +367,8 @@ def model_location(uri: URILike) -> CheckpointURI:
 def find_older_model(view: View) -> dict[str, ObjectInfo]:
     """Lists the index and files of an existing model, or of an interrupted save, by name.
 
-    Other files, such as adapters, are not listed.
+    These are files with the names that transformers gives them, and those that the index names;
+    others, such as adapters, are not listed. The result is empty if there are none.
 
     Raises:
         ConfigError: If there is no such file, and the location is the folder of a run.

@@ -89,9 +89,9 @@ def export_checkpoint(
 
     The files are those of :func:`save`, and are committed in the same way. If the store can copy
     ranges, and reach both locations with the same credentials, it copies nearly all bytes itself.
-    Otherwise, and if types are converted, or tensors were divided along another dimension than the
-    first, this process writes the files one after another, in about ``max_shard_size`` bytes of
-    memory. Call it on one rank: it uses no collectives.
+    Otherwise, or if any tensor is converted or was divided along another dimension than the first,
+    this process writes the files one after another, in about ``max_shard_size`` bytes of memory.
+    Call it on one rank: it uses no collectives.
 
     Args:
         source: The location of a committed checkpoint, of cloudckpt or of torch.
@@ -105,15 +105,17 @@ def export_checkpoint(
         config: Options for both locations; None reads them from the environment.
 
     Raises:
-        InvalidURIError: If ``target`` is the location of a single file, or of the checkpoint.
-        CheckpointNotFoundError: If there is no checkpoint, or ``key_mapping`` leaves out all
-            tensors.
+        InvalidURIError: If a location is not valid, or if ``target`` is the location of a single
+            file, or of the checkpoint.
+        CheckpointNotFoundError: If there is no checkpoint, or it has no tensors, or ``key_mapping``
+            leaves all of them out.
         CheckpointExistsError: If ``target`` has a model, and ``overwrite`` is off.
         CheckpointCorruptError: If bytes of the checkpoint are missing or damaged.
         CheckpointReplacedError: If the checkpoint was replaced meanwhile.
         UnsupportedTensorError: If the safetensors format can't represent a tensor.
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
-        ConfigError: If ``key_mapping`` gives a tensor several names, as for a stack of experts.
+        ConfigError: If ``key_mapping`` returns anything but one name or None for a tensor, such as
+            several names for a stack of experts.
         CloudCheckpointError: The errors of :func:`save`.
     """
     config = config_or_default(config)
@@ -222,8 +224,8 @@ def _in_order(
 ) -> list[StoredBytes] | None:
     """Returns the stored bytes of a tensor's chunks, in the order in which a file has them.
 
-    None if the tensor was not divided along its first dimension only, if a chunk is missing, or if
-    the tensor is not stored in the type of the model.
+    None if the tensor was divided along another dimension than its first, or is not stored in the
+    type of the model; or if a chunk is missing, or not stored as plain elements.
 
     Args:
         tensor: The tensor as it will be in the model.
@@ -242,9 +244,10 @@ def _in_order(
 
 
 def _load_by_file(files: Sequence[FilePlan], source: _Source) -> Callable[[int], torch.Tensor]:
-    """Returns a function that loads one tensor to export, given its index, verified and converted.
+    """Returns a function that loads and converts a tensor, given its index in ``source.tensors``.
 
-    It loads all tensors of a file together, after dropping those of the previous file.
+    It loads and verifies all tensors of a file together, after dropping those of the previous file,
+    and raises a CheckpointReplacedError if the checkpoint was replaced after ``source`` read it.
     """
     together = {tensor.name: file.tensors for file in files for tensor in file.tensors}
     loaded: dict[str, torch.Tensor] = {}
@@ -277,7 +280,13 @@ def _copied(
     config: Config,
     stats: TransferStats,
 ) -> list[list[Part]]:
-    """Has the store copy parts, sends the parts that it can't copy; returns all parts by file."""
+    """Has the store copy parts, sends the parts that it can't copy; returns all parts by file.
+
+    Raises:
+        CheckpointCorruptError: If copied or sent bytes do not match their checksum.
+        InvalidRequestError: If the store refuses to copy ranges.
+        StoreError: If the store refuses another request or stays unreachable.
+    """
     group = TaskGroup(config.requests_at_once, name="cloudckpt-copy", interrupt=store.interrupt)
     retrier = Retrier(config.retry, group.cancellation, on_retry=stats.add_retry)
     sent = [
@@ -351,7 +360,7 @@ class Range:
 def cut(
     header: bytes, stored: Iterable[StoredBytes], *, least: int, most: int
 ) -> Iterator[Range | list[bytes | Range]]:
-    """Cuts a file into parts: a range is copied by the store, the contents of a list are sent.
+    """Yields the parts of a file, in order: a range that the store copies, or a list to be sent.
 
     Each part has at least ``least`` bytes, except the last. Ranges are cut at blocks that have a
     checksum, if there are any, so that the checksum that the store reports for a copy can be

@@ -95,8 +95,8 @@ def load(
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name, or tensors that share
             memory have different values in the files.
         ConfigError: If ``key_mapping`` returns anything but one name or None.
-        UnsupportedTensorError: If this torch lacks a tensor's type, or a tensor of the state dict
-            can't be filled.
+        UnsupportedTensorError: If cloudckpt does not know a tensor's element type, or a tensor of
+            the state dict can't be filled.
         CheckpointCorruptError: If files are missing, truncated, or violate the format.
         CheckpointReplacedError: If the model was replaced meanwhile, again and again.
         StoreError: If the store refuses or stays unreachable.
@@ -163,8 +163,9 @@ class ModelFolder:
         """Reads the description of the model at a location; returns None if there is no model.
 
         In a folder it takes, like transformers, ``model.safetensors`` if that exists, else the
-        files that the index names. Without either there is no model, whatever files there are:
-        they may be those of an interrupted save.
+        files that the index names. Without either, or if the index has been replaced by the text
+        that says that a model is being written, there is no model, whatever files there are: they
+        may be those of an interrupted save.
 
         Args:
             store: The store of ``uri``.
@@ -175,7 +176,8 @@ class ModelFolder:
             CheckpointCorruptError: If files are missing or damaged.
             CheckpointReplacedError: If the model was replaced or deleted meanwhile.
             ObjectTooLargeError: If the index is larger than any valid index.
-            UnsupportedTensorError: If this torch lacks a tensor's type.
+            StoreError: If the store refuses or stays unreachable.
+            UnsupportedTensorError: If cloudckpt does not know a tensor's element type.
         """
         retrier, is_file = Retrier(config.retry), uri.prefix.endswith(SUFFIX)
         single, index = uri.prefix if is_file else uri.key(SINGLE_FILE), uri.key(INDEX)
@@ -225,7 +227,7 @@ class ModelFolder:
 
     @property
     def places(self) -> Places:
-        """Locates the tensors' bytes in the files of the model."""
+        """An object that locates the tensors' bytes in the files of the model."""
         return _ModelPlaces(self)
 
 
@@ -236,6 +238,7 @@ def _read_file(store: ObjectStore, retrier: Retrier, key: str) -> dict[str, Stor
 
     Raises:
         CheckpointCorruptError: If the file does not exist, was replaced, or is damaged.
+        UnsupportedTensorError: If cloudckpt does not know a tensor's element type.
     """
     uri = store.uri(key)
     try:

@@ -1,9 +1,8 @@
 """The format of models in safetensors files: which tensors are in which file, headers, the index.
 
 A file has eight bytes with the length of its header, the header (JSON: type, shape and byte range
-of each tensor), and the tensors one after the other. Files come from untrusted sources, so
-everything is checked as the format's own library does before any number is used. There is no I/O
-here.
+of each tensor), and the tensors one after the other. Files come from untrusted sources, so a header
+is checked, as the format's own library does, before any number in it is used. There is no I/O here.
 """
 
 from __future__ import annotations
@@ -175,9 +174,12 @@ def plan_files(
         max_shard_size: Maximum bytes of tensors in a file; a larger tensor gets a file to itself.
         fqn_to_file: The number of each tensor's file, from 1; None divides by ``max_shard_size``.
 
+    Returns:
+        The files in the order of their numbers; one file without tensors if there are no tensors.
+
     Raises:
         ConfigError: If ``fqn_to_file`` leaves out a tensor, or has an invalid number.
-        UnsupportedTensorError: If safetensors files can't hold a tensor.
+        UnsupportedTensorError: If safetensors files can't hold a tensor, or as many in one file.
     """
     by_number: dict[int, list[TensorPlan]] = {}
     number = filled = 0

@@ -144,7 +144,6 @@ class SafetensorsWriter(OurWriter):
 
     Attributes:
         transferred: The bytes and requests that this rank sent in the last save; None before it.
-        failure: The error of the last save, the same on all ranks; None if it succeeded.
     """
 
     def __init__(
@@ -226,8 +225,11 @@ class SafetensorsWriter(OurWriter):
 
         Raises:
             CheckpointExistsError: If the folder has a model, and ``overwrite`` is off.
+            ConfigError: If the folder is that of a run, or ``fqn_to_file`` is invalid.
             IncompleteSaveError: If the ranks do not have all of a tensor.
             ShapeMismatchError: If a tensor has different shapes or types on two ranks.
+            StoreError: If the store refuses or stays unreachable.
+            UnsupportedTensorError: If the format lacks a tensor's type.
         """
         ties = _ties_of_all_ranks([plan.storage_data for plan in plans])
         tensors = _tensors(plans, self.dtype, ties)
@@ -279,8 +281,8 @@ class SafetensorsWriter(OurWriter):
         """Commits the files and the index; called on the coordinator.
 
         Raises:
-            CheckpointConflictError: If another writer was faster.
-            CommitUnknownError: If the store did not say whether it carried out the last step.
+            CloudCheckpointError: The errors of :meth:`ModelCommit.complete`, such as a
+                CheckpointConflictError if another writer was faster.
         """
         commit, self._commit = self._commit, None
         assert commit is not None
@@ -297,8 +299,8 @@ class SafetensorsWriter(OurWriter):
 def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
     """Returns, for each tensor with elements on this rank, the first name in the same memory.
 
-    That is the first in natural order of the tensors that share the memory. Empty without a
-    planner.
+    That is the first in natural order of the tensors that share the memory: the tensor's own name
+    if it shares its memory with none. Empty without a planner.
     """
     memory: dict[str, list[Any]] = {}
     for item in plan.items if planner is not None else ():
@@ -319,7 +321,7 @@ def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
 def _memory(tensor: torch.Tensor) -> Any:
     """Returns a key that is equal for two tensors only if they are the same elements in memory.
 
-    None if the memory of the tensor is not known.
+    None if that is not known, as for a tensor of an unusual class or layout.
     """
     usual = type(tensor) in PLAIN and tensor.layout == torch.strided
     if not usual or (of := memory_of(tensor)) is None:
@@ -349,7 +351,7 @@ def _tensors(
     Args:
         plans: The plans, by rank.
         dtype: The type that floating-point tensors are converted to; None converts no tensor.
-        ties: The result of :func:`_ties_of_all_ranks`.
+        ties: The result of :func:`_ties_of_all_ranks`; its names become aliases.
 
     Raises:
         IncompleteSaveError: If the ranks do not have all of a tensor.

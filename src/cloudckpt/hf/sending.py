@@ -45,7 +45,8 @@ class Extent:
     Attributes:
         file: The index of the file.
         sender: The rank that sends it.
-        first: The number of the first part; with ``by_position``, its offset in the file plus 1.
+        first: The number of the first part, unless the extent continues one; in a local file, whose
+            parts are numbered by their positions, the part's offset in the file plus 1.
         part_size: Bytes of every part but the last.
         content: What the bytes consist of: the header of the file, and tensors or parts of tensors.
         ends: Whether the extent's end is also the end of its last part; otherwise the next extent
@@ -178,7 +179,10 @@ def _cut(file: FilePlan, least: int) -> Iterator[list[bytes | TensorPlan]]:
 
 
 def _ranges(tensor: TensorPlan) -> Iterator[TensorPlan]:
-    """Yields a tensor's chunks as tensors; if one is not contiguous in it, the whole tensor."""
+    """Yields a plan for each chunk of a tensor that has elements, in the order of the file.
+
+    If a chunk is not contiguous in the tensor, this yields one plan, for the whole tensor.
+    """
     chunks = [chunk for chunk in tensor.chunks if chunk.nbytes]
     if not all(_is_range(chunk.box, tensor.shape) for chunk in chunks):
         yield dataclasses.replace(tensor, chunks=chunks)
@@ -239,7 +243,7 @@ class FileUpload(NamedUpload):
         super()._send(part)
 
     def finish(self) -> None:
-        """Sends the last part of the written pieces."""
+        """Sends the rest of the written pieces as the last part, if any are left."""
         if (last := self._cutter.finish()) is not None:
             self._send(last)
 
@@ -250,7 +254,7 @@ class FileUpload(NamedUpload):
     def copy(self, source: CopySource, number: int, start: int, stop: int) -> Part:
         """Has the store copy the bytes of an object from ``start`` to before ``stop`` as a part.
 
-        ``number`` is the number of the part.
+        ``number`` is the part's number. Returns the part.
         """
         upload = self._upload
         assert upload is not None
@@ -292,8 +296,8 @@ def send_work(
 ) -> list[list[Part]]:
     """Sends a rank's share of the files; returns, for each file, the parts that it has sent.
 
-    All ranks of ``group`` must call it. If one of them fails, the others return early: the save
-    fails with the error of that rank, which the ranks exchange afterwards.
+    All ranks of ``group`` must call it. If one of them fails, the others return before their next
+    round, without all parts and without an error: the caller has the ranks exchange their errors.
 
     Args:
         work: The work of this rank.

@@ -92,7 +92,7 @@ def save_state(
     Raises:
         ConfigError: If DeepSpeed or Megatron-LM, which write files of their own, hold the state; if
             an optimizer has parameters of models that were not prepared; or if ``max_to_keep`` is
-            given and ``uri`` does not end in a folder named ``step-<step>``.
+            invalid, or given although ``uri`` does not end in a folder named ``step-<step>``.
         CloudCheckpointError: The errors of :func:`cloudckpt.save`.
     """
     location, config = CheckpointURI.parse(uri), config or chosen_config() or Config()
@@ -204,7 +204,10 @@ def _call_hooks(accelerator: Any, state: dict[str, Any], folder: str) -> set[str
 
 
 def _write_small_files(accelerator: Any, folder: str) -> None:
-    """Writes all state but models and optimizers into a folder, as Accelerate does."""
+    """Writes all state but models and optimizers into a folder, as Accelerate does.
+
+    But each rank writes its own registered objects.
+    """
     on_each_node = accelerator.project_configuration.save_on_each_node
     save_accelerator_state(
         folder,
@@ -252,7 +255,7 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
 
 
 def _parts(accelerator: Any, uri: str, only: set[str] | None = None) -> Parts:
-    """Returns the accelerator's models and optimizers; with ``only``, the models of these names.
+    """Returns the accelerator's optimizers and models; with ``only``, just the models it names.
 
     Raises:
         ConfigError: If DeepSpeed or Megatron-LM hold them, or an optimizer has parameters of other

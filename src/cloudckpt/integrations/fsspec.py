@@ -144,7 +144,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """Returns when a file, or the newest file in a folder, was written, by the store's clock.
 
         Raises:
-            FileNotFoundError: If there is neither a file nor a folder.
+            FileNotFoundError: If there is neither a file nor a folder, or the store gives no time.
         """
         store, key, retrier = self._open_store(path)
         file = next(iter(store.list(key, retrier.call)), None) if key else None
@@ -156,6 +156,9 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """Lists the files and folders directly in a folder, or a single file; never cached.
+
+        Returns:
+            Descriptions as by :meth:`info`, sorted by name; without ``detail`` only the names.
 
         Raises:
             FileNotFoundError: If there is neither a file nor a folder.
@@ -185,7 +188,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         on_error: Any = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Walks a folder as fsspec does; by default, only missing folders are left out silently."""
+        """Walks a folder as fsspec does; by default, skips missing folders, raises other errors."""
         on_error = on_error or _raise_unless_missing
         return super().walk(path, maxdepth, topdown, on_error, **kwargs)  # type: ignore[no-any-return]
 
@@ -295,7 +298,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         last of these is deleted.
 
         Raises:
-            FileNotFoundError: If a path is neither a file nor a folder.
+            FileNotFoundError: If a path is neither a file nor a folder, or is a folder and
+                ``recursive`` is off.
             StoreError: If an object could not be deleted; the deletion of all others was tried.
         """
         for one in [path] if isinstance(path, str) else path:
@@ -311,9 +315,10 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 self.rm_file(one)
 
     def _without_checkpoint(self, uri: CheckpointURI, keys: list[str]) -> list[str]:
-        """Deletes the checkpoint in a folder; returns the remaining keys that may be deleted.
+        """Deletes the checkpoint in a folder, if any; returns the other keys that may be deleted.
 
-        ``keys`` are those of all objects beneath the folder.
+        Left out are the objects that other checkpoints need, and, if there are any, those that
+        record this need (marks). ``keys`` are those of all objects beneath the folder.
         """
         if not uri.folder:
             return keys

@@ -10,7 +10,9 @@ __all__ = ["install", "uninstall"]
 
 
 def install(config: Config | None = None, trust_pickle: bool = False) -> None:
-    """Makes ``dcp.save``, ``async_save`` and ``load`` use cloudckpt for ``s3://``, ``gs://`` and ``az://``.
+    """Makes torch's ``dcp.save``, ``async_save`` and ``load`` use cloudckpt for URIs of stores.
+
+    These are URIs that begin with ``s3://``, ``gs://``, ``az://`` or ``hf://``.
 
     Use it with frameworks that pass a path on to torch's distributed checkpoint, or that make
     torch's ``FileSystemWriter``, ``FileSystemReader``, ``FsspecWriter`` or ``FsspecReader``

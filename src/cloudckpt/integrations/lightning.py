@@ -90,7 +90,7 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
             filename: The pattern of checkpoint names; Lightning's default also has the epoch.
             auto_insert_metric_name: As in Lightning, where the default is True.
             enable_version_counter: As in Lightning, where the default is True.
-            config: Options for listing checkpoints.
+            config: Options for listing checkpoints; None reads them from the environment.
             **kwargs: Other arguments of Lightning's ``ModelCheckpoint``.
 
         Raises:
@@ -144,7 +144,8 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
         """Returns whether to delete the checkpoint ``previous`` after ``current`` was saved.
 
-        A checkpoint outside of the run is never deleted, nor is the one that this run resumed from.
+        A checkpoint outside of the run is never deleted, nor is the one that this run resumed from,
+        nor one at the location of ``current``.
 
         Lightning applies this rule on local disks only. Its callback takes over the best checkpoint
         of the previous run, and the first save of the new run would delete it.

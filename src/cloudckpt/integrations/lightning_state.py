@@ -121,7 +121,8 @@ class _OnStores:
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint if it exists, once the save in progress is committed.
 
-        On the first rank only; an error at a URI is logged.
+        At a URI, only the first rank deletes, and an error is logged; a path is passed on to
+        Lightning.
         """
         uri = uri_of(path)
         if uri is None:

@@ -110,7 +110,7 @@ def checkpoint_upload_fn(reported: Any, name: str) -> Any:
         ConfigError: If ``reported`` is not a result of :func:`checkpoint`, or if the checkpoint was
             saved with ``incremental=True`` while Ray does not use :func:`storage`: Ray would then
             delete objects that later checkpoints refer to.
-        CloudCheckpointError: If the save failed.
+        CloudCheckpointError: If the save failed, or the checkpoint can't be read.
     """
     if not isinstance(reported, _Reference):
         raise ConfigError(

@@ -56,6 +56,8 @@ logger = logging.getLogger("cloudckpt")
 class Saves:
     """Saves one checkpoint after another; all ranks that save together must make the same calls.
 
+    Only :meth:`remove` and :meth:`prune_run` are calls of the first rank alone.
+
     There is at most one save in the background, in a thread: a saving process could often not
     import the framework's script. Deletions take place when the save is committed, so that there
     is always a committed checkpoint.
@@ -110,7 +112,8 @@ class Saves:
 
         Args:
             run: The run.
-            step: The step; None for the newest intact one of the run's training, if it has any.
+            step: The step; None for the newest intact one of the run's training. If there is none,
+                nothing is loaded.
             load: Loads a step; called on all ranks.
 
         Raises:
@@ -246,10 +249,11 @@ class Saves:
             act()
 
     def finish(self) -> None:
-        """Waits until the last save is committed.
+        """Waits until the last save is committed, and calls the functions given to :meth:`then`.
 
         Raises:
-            CloudCheckpointError: If the save failed; raised on all ranks.
+            CloudCheckpointError: If the save failed; raised on all ranks, and the functions are not
+                called.
         """
         acts, self._after_commit = self._after_commit, []
         begun, self._begun = self._begun, set()
@@ -325,6 +329,9 @@ class Saves:
             )
 
     def _check_of(self, run: CheckpointURI) -> Callable[[], None]:
-        """Returns a function that raises an error if another job has claimed a run of this job."""
+        """Returns a function that raises an error if another job has claimed a run of this job.
+
+        For a run that this job has neither saved into nor resumed, the function does nothing.
+        """
         line = self._lines.get(run)
         return (lambda: None) if line is None else line.check_claim

@@ -233,7 +233,10 @@ def _names_below(prefix: str, names: Collection[str]) -> set[str]:
 
 
 def random_state() -> dict[str, Any]:
-    """Returns the states of this process's random generators: Python, torch, device, numpy."""
+    """Returns the states of this process's random generators: Python's, torch's and numpy's.
+
+    That of the accelerator is included if the accelerator is initialized.
+    """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (device := _device()) is not None:
         state["device"] = device.get_rng_state()
@@ -274,7 +277,7 @@ def pickle_values(values: Mapping[str, Any]) -> io.BytesIO:
 def unpickle_values(
     buffer: io.BytesIO, item: str, uri: str, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Loads what :func:`pickle_values` has pickled, with the same limits as :func:`cloudckpt.load`.
+    """Loads values that :func:`pickle_values` has pickled, as safely as :func:`cloudckpt.load`.
 
     Args:
         buffer: The pickled values.
@@ -284,12 +287,13 @@ def unpickle_values(
 
     Raises:
         UntrustedPickleError: If the values need code that is not on the allow-list.
+        CheckpointCorruptError: If the pickle can't be read.
     """
     return dict(load_item(buffer.getvalue(), item, uri, trust=weights_only is False))
 
 
 def _device() -> Any:
-    """Returns the accelerator's module, such as ``torch.cuda``; None if it is not initialized."""
+    """Returns the accelerator's module, such as ``torch.cuda``; None without an initialized one."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module = None if device is None else torch.get_device_module(device)
     return module if module is not None and module.is_initialized() else None
@@ -314,7 +318,7 @@ def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
 
     Raises:
         ConfigError: If no rank has a file in the folder.
-        CloudCheckpointError: If a rank can't read its folder.
+        CloudCheckpointError: If a rank can't read its folder; a process alone raises an OSError.
     """
     seen = meeting.gathered(lambda: _versions(folder), during="")
     if not any(seen):
@@ -328,7 +332,7 @@ def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
 
 
 def map_new_file(folder: str, name: str, nbytes: int, uri: str) -> torch.Tensor:
-    """Creates a file in a folder, and returns it as a mapped uint8 tensor to load an item into.
+    """Creates or replaces a file in a folder, and returns it as a mapped uint8 tensor to fill.
 
     Args:
         folder: The folder.
@@ -363,7 +367,7 @@ def map_files_of_ranks(
         ranks; and the files of this rank that the first rank lacks, or has with other content.
 
     Raises:
-        CloudCheckpointError: If a rank can't read its folder.
+        CloudCheckpointError: If a rank can't read its folder; a process alone raises an OSError.
     """
     files = meeting.begin(lambda: _map_existing(folder, _versions(folder)))
     checksums = {name: CRC32C.of(bytes_of(content)) for name, content in files.items()}
@@ -375,7 +379,7 @@ def map_files_of_ranks(
 def _versions(folder: str) -> dict[str, tuple[int, int]]:
     """Returns the time of writing and the size of each file beneath a folder, by path in it.
 
-    The time is in nanoseconds since 1970, and the size in bytes.
+    The time is in nanoseconds since 1970, and the size in bytes. Empty if there is no such folder.
 
     Raises:
         OSError: If the folder is there and can't be listed: its files would be left out.
@@ -414,8 +418,8 @@ def _map_file(path: str, room: int | None = None) -> torch.Tensor:
 
     Args:
         path: The file.
-        room: Bytes of a new file, to which changes of the tensor are written; None maps a file that
-            is read.
+        room: The size in bytes of a new file, to which changes of the tensor are written; None maps
+            an existing file, which stays unchanged.
     """
     size = os.path.getsize(path) if room is None else room
     if size == 0:

@@ -129,6 +129,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Saves the files of the checkpoint that the Trainer has just written, on all ranks.
 
+        With ``asynchronous`` it begins to save them.
+
         Raises:
             CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or the previous
                 one.
@@ -156,12 +158,15 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     on_pre_optimizer_step = on_step_begin
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Deletes the local copy of the restored checkpoint, which all ranks have read by now."""
+        """Deletes the local copy of the restored checkpoint, which all ranks have read by now.
+
+        Then does the same as :meth:`on_step_begin`.
+        """
         self._delete_restored()
         self.on_step_begin(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Waits until the last save is committed, also one that the Trainer made on stopping.
+        """Saves a checkpoint that the Trainer wrote on stopping, and waits for the last commit.
 
         Raises:
             CloudCheckpointError: The errors of :meth:`on_save`.
@@ -240,7 +245,10 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._raise_or_log(save)
 
     def _raise_or_log(self, act: Callable[[], None]) -> None:
-        """Calls ``act``; logs its error instead of raising it if ``on_failure`` is "log"."""
+        """Calls ``act``; if ``on_failure`` is "log", logs its error instead of raising it.
+
+        A ProcessGroupError, and an error that is not cloudckpt's, are always raised.
+        """
         try:
             act()
         except ProcessGroupError:
@@ -277,7 +285,11 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
         return folder
 
     def _download_best(self, meeting: Meeting, folder: str, root: str) -> None:
-        """Copies the best checkpoint to each node, and writes its path into the Trainer's state."""
+        """Copies the best checkpoint to each node, and writes its path into the Trainer's state.
+
+        That state is a file in ``folder``. Does nothing if the run does not have the checkpoint any
+        more; logs an error if it is damaged, or is deleted meanwhile.
+        """
         file = os.path.join(folder, TRAINER_STATE_NAME)
 
         def best_saved_step() -> int | None:
@@ -326,7 +338,7 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
             checkpointer.load(uri, wanted, strict=True)
 
     def _delete_restored(self) -> None:
-        """Deletes the local copy of the restored checkpoint."""
+        """Deletes the local copy of the restored checkpoint, if this rank made one."""
         if self._restored is not None:
             shutil.rmtree(self._restored, ignore_errors=True)
             self._restored = None
@@ -376,14 +388,17 @@ def _best_steps(state: TrainerState) -> list[int | None]:
 
 
 def _rank_on_node() -> tuple[int, int]:
-    """Returns this rank's index on its node, and the number of ranks there, by the launcher."""
+    """Returns this rank's index on its node, and the number of ranks there.
+
+    The launcher's environment variables have them; without a process group they are 0 and 1.
+    """
     if not dist.is_initialized():
         return 0, 1
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _file_of_item(folder: str, item: StoredItem, uri: str) -> torch.Tensor:
-    """Creates a local file to load an item into.
+    """Creates a local file, and returns it as a mapped tensor to load an item into.
 
     Raises:
         ConfigError: If the item is not a saved file.

@@ -71,7 +71,8 @@ class BroadcastingTorchSaveReader(OurReader):
     Use it with :class:`~cloudckpt.format_utils.DynamicMetaLoadPlanner` (or torch's), in
     ``cloudckpt.load`` or in ``torch.distributed.checkpoint.load``, to load the file into state
     dicts of any sharding. Besides their state, the reading rank needs host memory for the whole
-    file, and the other ranks for a batch of up to 16 MiB of it, or for one larger tensor.
+    file, and each rank needs memory for a batch of up to 16 MiB of it, or for one larger tensor, on
+    the device that broadcasts.
 
     If a rank fails, all ranks stop before the next batch, and raise. All ranks of the default
     process group must load.
@@ -150,7 +151,8 @@ class BroadcastingTorchSaveReader(OurReader):
             CheckpointError: If the file has no dict, or two of its entries get the same name.
             MissingKeyError: If the file lacks a key of the state dict.
             UnsupportedTensorError: If an entry is a tensor in the file but not in the state dict,
-                or vice versa, or is a kind of tensor without plain elements.
+                or vice versa, or is a kind of tensor without plain elements, or another value that
+                contains tensors.
             ConfigError: If only some of the ranks load.
         """
         assert self._uri is not None
@@ -194,7 +196,7 @@ class BroadcastingTorchSaveReader(OurReader):
         return script
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills this rank's tensors from the broadcasts of all tensors in the file.
+        """Fills this rank's state from broadcasts of all tensors that any rank loads.
 
         Raises:
             ShapeMismatchError: If a tensor has a different shape in the file and the state dict.
@@ -214,9 +216,9 @@ class BroadcastingTorchSaveReader(OurReader):
         return future
 
     def _receive(self, script: _Script, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Broadcasts the tensors in batches, each when all ranks are ready for it; fills targets.
+        """Broadcasts the tensors in batches, when all ranks are ready; fills this rank's state.
 
-        Values that are not tensors are taken from the script.
+        Values that are not tensors are taken from ``script``.
         """
         meeting = Meeting.of(None, no_dist=script.world == 1)
         device = "cpu" if meeting.group is None else device_for_collectives(meeting.group)
@@ -250,7 +252,10 @@ class BroadcastingTorchSaveReader(OurReader):
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
     ) -> torch.Tensor:
-        """Returns the file's tensor in row-major order, or on other ranks one to receive it."""
+        """Returns a tensor of the file on ``device``, in row-major order, to broadcast.
+
+        On ranks that did not read the file, it is an empty tensor to receive it.
+        """
         stored: torch.Tensor | None = self._content.get(fqn)
         if stored is not None:
             plain = stored.detach().resolve_conj().resolve_neg()
@@ -260,7 +265,7 @@ class BroadcastingTorchSaveReader(OurReader):
     def _targets(
         self, script: _Script, plan: LoadPlan, planner: LoadPlanner
     ) -> dict[str, list[_Target]]:
-        """Returns what is to be filled on this rank, by the names of the tensors in the file.
+        """Returns the tensors of this rank to fill, by the names of the tensors in the file.
 
         Raises:
             ShapeMismatchError: If a tensor has another shape in the file than in the state dict.
@@ -359,6 +364,9 @@ def _by_name(state: Any, uri: str) -> dict[str, Any]:
     """Returns the entries of a nested state by name: the keys down to an entry, joined by dots.
 
     The entries of the outermost dict, among them whole dicts, are also returned by their own keys.
+
+    Raises:
+        CheckpointError: If ``state`` is not a dict, or two of its entries get the same name.
     """
     if not isinstance(state, dict):
         raise CheckpointError(

@@ -47,10 +47,10 @@ def object_at(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, str]:
 class ObjectFile(io.RawIOBase):
     """A seekable binary file that reads one version of an object.
 
-    A read after a replacement of the object raises an error. Reads of 32 MiB and more go over
-    parallel connections directly into the caller's memory. Smaller reads are served from a window,
-    which grows from 64 KiB to 32 MiB while reads are sequential. The old and the new window use at
-    most 64 MiB of memory; both limits are lower if ``memory_budget`` is below 64 MiB.
+    Once the object is replaced, a read that needs a request raises an error. Reads of 32 MiB and
+    more go over parallel connections directly into the caller's memory. Smaller reads are served
+    from a window, which grows from 64 KiB to 32 MiB while reads are sequential. The old and the new
+    window use at most 64 MiB of memory; both limits are lower if ``memory_budget`` is below 64 MiB.
 
     Attributes:
         info: The size and version of the object when the file was opened.
@@ -77,6 +77,7 @@ class ObjectFile(io.RawIOBase):
 
         Raises:
             ObjectNotFoundError: If the object does not exist.
+            StoreError: If the store refuses or stays unreachable.
         """
         super().__init__()
         self._store, self._config, self._stats = store, config, stats
@@ -127,7 +128,14 @@ class ObjectFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Fills ``buffer``, or as much of it as is left of the object; returns the bytes read."""
+        """Fills ``buffer``, or as much of it as is left of the object.
+
+        Returns:
+            The number of bytes read; 0 at the end of the object.
+
+        Raises:
+            CloudCheckpointError: The errors of :meth:`read_at`, also that of an earlier read.
+        """
         if self.failure is not None:
             raise self.failure
         view = memoryview(buffer).cast("B")

@@ -193,7 +193,10 @@ def size_of(value: Any) -> int:
 
 
 def storages_of(value: Any) -> list[torch.UntypedStorage]:
-    """Returns the storages of the tensors in a nested value, each once; of DTensors the shards."""
+    """Returns the storages of the tensors in nested dicts, lists and tuples, each storage once.
+
+    Of a DTensor it is that of the local shard. Tensors without a storage are left out.
+    """
     found: dict[int, torch.UntypedStorage] = {}
     waiting, seen = [value], set[int]()
     while waiting:

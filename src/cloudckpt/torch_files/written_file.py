@@ -30,17 +30,19 @@ _UNCOPIED = 64 * 1024  # bytes; smaller writes are copied, which is cheaper than
 class WrittenFile(io.BufferedIOBase):
     """A writable binary file whose object appears, or is replaced, when the file is closed.
 
-    Written bytes are copied, and sent in parallel parts, from at most ``memory_budget`` bytes of
-    memory. Objects above about 100 GiB may need more, because the number of parts is limited and
-    six parts are in memory: 1/1500 of ``expected`` if the store allows 10,000 parts.
-    After an error, also one in a ``with`` block, or if the file is not closed, nothing changes at
-    the key, and no parts are left in the store; only if the answer to the last request was lost,
-    the complete new object may exist. Not safe for use from several threads.
+    Written bytes are copied, unless ``is_immutable`` says otherwise, and sent in parallel parts.
+    The copies use at most ``memory_budget`` bytes of memory. Objects above about 100 GiB may need
+    more, because the number of parts is limited and six parts are in memory: 1/1500 of ``expected``
+    if the store allows 10,000 parts. After an error, also one in a ``with`` block, or if the file
+    is dropped without being closed, nothing changes at the key, and the sent parts are deleted (a
+    failure to do so is logged); only if the answer to the last request was lost, the complete new
+    object may exist. Not safe for use from several threads.
 
     Attributes:
         info: The store's information on the object; None until the file is closed.
-        failure: The first error or interrupt; None before. Callers written in C++ replace the
-            raised error with their own, so it is kept here.
+        failure: The first error or interrupt; a TransferCancelledError if the file was discarded
+            before any; None before. Callers written in C++ replace the raised error with their own,
+            so it is kept here.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class WrittenFile(io.BufferedIOBase):
             checks: Collects the checksums of the parts sent, if not None; only for random keys, at
                 which no other object can exist.
             is_immutable: Returns whether the memory of a write stays unchanged until the file is
-                closed; if so, it is sent without a copy.
+                closed; if so, writes of at least 64 KiB are sent without a copy.
         """
         self.info: ObjectInfo | None = None
         self.failure: BaseException | None = None
@@ -112,9 +114,9 @@ class WrittenFile(io.BufferedIOBase):
         raise self.failure
 
     def _send(self, upload: ObjectUpload, view: memoryview) -> None:
-        """Sends immutable memory from 64 KiB on without a copy; collects copies of other memory.
+        """Sends immutable memory of at least 64 KiB without a copy, and collects copies of other.
 
-        The copies are sent as soon as a slab is full of them.
+        The copies are sent when the block of memory for them, the slab, is full.
 
         Raises:
             InvalidRequestError: If the object would be too large for its part size.
@@ -140,16 +142,16 @@ class WrittenFile(io.BufferedIOBase):
                 self._send_slab(upload)
 
     def _send_slab(self, upload: ObjectUpload) -> None:
-        """Sends the slab that is being filled, if there is one."""
+        """Sends the block of memory that is being filled with copies (slab), if there is one."""
         if self._slab is not None:
             slab, self._slab = self._slab, None
             upload.write(Piece(slab.view[: slab.used], self._checks, upload.position, slab))
 
     def close(self) -> None:
-        """Sends the rest, and makes the object visible.
+        """Sends the rest, and makes the object visible; does nothing if the file is closed.
 
         Raises:
-            StoreError: If the store refuses or stays unreachable.
+            StoreError: If the store refuses or stays unreachable, now or in an earlier write.
         """
         if not self.closed:
             self._end()
@@ -172,7 +174,10 @@ class WrittenFile(io.BufferedIOBase):
                 raise self.failure
 
     def _end(self, error: BaseException | None = None) -> None:
-        """Completes the upload, or aborts it if an error is given; a second call does nothing."""
+        """Completes the upload, or aborts it if an error is given.
+
+        Keeps the error in ``failure``. A second call does nothing, nor one in a forked child.
+        """
         upload, self._upload = self._upload, None
         if upload is None or self._process != os.getpid():  # a forked child lacks the threads
             return

@@ -121,6 +121,7 @@ class FileFolders(VisibleFiles):
             FileNotFoundError: If there is no such file.
             CheckpointCorruptError: If the manifest or the record is damaged, or the object is gone
                 or has another size. Reading from the file may raise this, too.
+            CheckpointReplacedError: If the folder was replaced meanwhile, again and again.
         """
         return retry_if_replaced(lambda: self._opened(key))
 
@@ -144,7 +145,7 @@ class FileFolders(VisibleFiles):
         )
 
     def read(self, key: str) -> bytes:
-        """Reads a whole file; its errors are those of :meth:`opened`."""
+        """Reads a whole file; raises the errors of :meth:`opened`, and of reading from the file."""
         file = self.opened(key)
         room = bytearray(file.seek(0, io.SEEK_END))
         file.seek(0)
@@ -165,7 +166,7 @@ class FileFolders(VisibleFiles):
             key: The key of the file.
             expected: The approximate size of the file in bytes; 0 if it is not known.
             is_immutable: Returns whether the memory of a write stays unchanged until the file is
-                closed; if so, it is sent without a copy.
+                closed; if so, writes of at least 64 KiB are sent without a copy.
 
         Raises:
             ConfigError: If the file is not in a temporary folder: it could not be committed.
@@ -210,8 +211,8 @@ class FileFolders(VisibleFiles):
 
         Raises:
             FileNotFoundError: If this job has written no file into the source.
-            FileExistsError: If the target exists, or another program has written a file into the
-                source; both stay unchanged.
+            FileExistsError: If the target exists, or another writer commits it first, or another
+                program has written a file into the source; both stay unchanged.
             ConfigError: If an object of the files is not beneath the target.
             CheckpointCorruptError: If an object of the files is missing, or has another size; or if
                 a record is damaged.
@@ -310,14 +311,15 @@ class FileFolders(VisibleFiles):
                 )
 
     def remove_folder(self, key: str) -> None:
-        """Deletes a folder and all in it: first manifests, on the condition that each is unchanged.
+        """Deletes a folder and its subfolders: first manifests, if they are unchanged, then files.
 
         Objects that may belong to a save in progress stay, and are swept when they are old.
 
         Raises:
             FileNotFoundError: If there is no such folder.
             FileExistsError: If another writer has committed the folder meanwhile; it then stays.
-            StoreError: If an object could not be deleted; the deletion of all others was tried.
+            StoreError: If an object could not be deleted: if it is a manifest, no file was deleted;
+                otherwise the deletion of all other files was tried.
         """
         listed = {info.key: info for info in self._store.list(inside(key), self._retrier.call)}
         gone = {one for one in listed if self.sees(one)}
@@ -369,7 +371,10 @@ class FileFolders(VisibleFiles):
 
 
 class RecordedFile(WrittenFile):
-    """A file in a temporary folder, whose record is written when the store has all its bytes."""
+    """A file in a temporary folder, whose record is written when the store has all its bytes.
+
+    The record says which object holds the bytes.
+    """
 
     def __init__(
         self, store: ObjectStore, key: str, config: Config, *, record: str, **options: Any
@@ -410,7 +415,10 @@ class RecordedFile(WrittenFile):
 
 
 def is_tensor_memory(value: object) -> Callable[[memoryview], bool]:
-    """Returns a function that tests whether memory belongs to a host tensor in ``value``."""
+    """Returns a function that tests whether memory is that of a host tensor in ``value``.
+
+    The memory has to begin where the tensor's storage begins, and must not be longer.
+    """
     storages = [one for one in storages_of(value) if one.device.type == "cpu"]
     ends = {one.data_ptr(): one.data_ptr() + one.nbytes() for one in storages}
 

@@ -68,7 +68,10 @@ class CloudStorageConfig(StorageConfig):  # type: ignore[misc]
         return CloudStorage(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Sets the job before pickling: the saving process has no process group to do so."""
+        """Returns the attributes to pickle, with ``job`` set.
+
+        The process that saves has no process group by which to set it.
+        """
         self._agree()
         return dict(self.__dict__)
 
@@ -103,7 +106,7 @@ class CloudStorage(Storage):  # type: ignore[misc]
     # ---- files
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """Opens a file for reading; bytes are compared with their checksums before they arrive."""
+        """Opens a file for reading; bytes that cloudckpt wrote are verified before they arrive."""
         folders, key = self._at(path)
         return folders.opened(key)
 
@@ -116,9 +119,9 @@ class CloudStorage(Storage):  # type: ignore[misc]
         return folders.written(key)
 
     def get_write_stream(self, path: Path, data: object) -> io.IOBase:
-        """Opens a file to write ``data``, whose tensors in host memory are sent without a copy.
+        """Opens a file to write ``data``, whose large tensors in host memory are not copied.
 
-        The tensors must not change until the file is closed.
+        These are tensors of at least 64 KiB; they must not change until the file is closed.
         """
         folders, key = self._at(path)
         return folders.written(key, expected=size_of(data), is_immutable=is_tensor_memory(data))
@@ -176,9 +179,12 @@ class CloudStorage(Storage):  # type: ignore[misc]
         The other arguments have no effect.
 
         Raises:
-            FileExistsError: If the target exists; both stay unchanged.
-            FileNotFoundError: If the source does not exist.
-            CommitUnknownError: If the store did not say whether it carried out the commit.
+            InvalidURIError: If a path is not in a cloud, or the two are in different buckets.
+            FileExistsError: If the target exists, or another program has written a file into the
+                source; both stay unchanged.
+            FileNotFoundError: If this job has written no file into the source.
+            CloudCheckpointError: The other errors of :meth:`FileFolders.rename_folder`, such as
+                CommitUnknownError if the store does not say whether the commit took place.
         """
         folders, key = self._at(src_path)
         there, target = self._at(dst_path)
@@ -205,7 +211,7 @@ def _job() -> str:
     """Returns sixteen hexadecimal digits that all ranks of this job share, and no other job has.
 
     The ranks agree on them through the store of torch's process group; without one, several ranks
-    derive them from torchrun's environment.
+    derive them from torchrun's environment, and a single process draws them.
     """
     if dist.is_available() and dist.is_initialized():
         agreed: bytes = default_store().compare_set(_KEY, "", random_suffix())

@@ -97,7 +97,10 @@ class VisibleFiles:
         return (info for info in listed if self.sees(info.key))
 
     def sees(self, key: str) -> bool:
-        """Returns whether an object is a plain file, a manifest, or a record of this job."""
+        """Returns whether a key is that of a plain file, a manifest, or a record of this job.
+
+        A record describes a pending file, and a manifest the files of a committed folder.
+        """
         name = key.rpartition("/")[2]
         if is_record_name(name):
             return name_of_record(name)[1] == self._job
@@ -112,7 +115,11 @@ class VisibleFiles:
         return None
 
     def find(self, key: str) -> StoredFile | None:
-        """Returns the committed, pending or plain file at a key; None if there is no file."""
+        """Returns the committed, pending or plain file at a key; None if there is no file.
+
+        Raises:
+            CheckpointCorruptError: If a manifest, or the record of the pending file, is damaged.
+        """
         if (file := self.committed(key)) is not None:
             return file
         with contextlib.suppress(ObjectNotFoundError):
