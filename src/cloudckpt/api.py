@@ -458,9 +458,9 @@ def _reader(
 def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
     class_name = type(storage).__name__
     return ConfigError(
-        f"cloudckpt.{verb} does not accept a {class_name}, which is not a cloudckpt {noun}: pass "
-        f"it to torch.distributed.checkpoint.{verb}, or leave it out and pass checkpoint_id, a URI "
-        "or a path"
+        f"cloudckpt can't {verb} with a {class_name}, which is not a cloudckpt {noun}: pass it to "
+        "torch.distributed.checkpoint's function of the same name, or leave it out and pass "
+        "checkpoint_id, a URI or a path"
     )
 
 

@@ -106,7 +106,7 @@ def test_a_file_that_may_not_stay_is_not_called_missing(store, tmp_path, monkeyp
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(errors.CommitUnknownError, match="moved to its name") as caught:
+    with pytest.raises(errors.CommitUnknownError, match="not confirm that it is on") as caught:
         put(store, key, b"data", if_version=version)
     assert caught.value.uri == key.as_uri()
     assert key.read_bytes() == b"data"

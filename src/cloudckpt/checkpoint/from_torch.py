@@ -141,7 +141,7 @@ def _is_plain(item: WriteItem) -> bool:
 
 
 def _kind(item: WriteItem) -> tuple[Any, ...]:
-    """Returns an item's type and, of a tensor, shape and dtype; equal for all items of a name."""
+    """Returns what all items of a name must have in common: type and, of a tensor, shape, dtype."""
     data = item.tensor_data
     return (item.type, *(() if data is None else (data.size, data.properties.dtype)))
 

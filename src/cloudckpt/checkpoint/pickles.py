@@ -42,7 +42,7 @@ def home(module: str) -> str:
 
 
 def full_name(module: str, name: str) -> str:
-    """Returns ``module.name`` of a class or function, the same in every version and process."""
+    """Returns ``module.name`` of a class or function, with the module's name by :func:`home`."""
     return f"{home(module)}.{name}"
 
 

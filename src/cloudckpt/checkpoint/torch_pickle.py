@@ -226,14 +226,15 @@ class _Opcodes:
         count: int,
         recalled: int = 0,
     ) -> torch.Tensor:
-        """Returns a matrix of bytes: in each row the opcodes that make a value.
+        """Returns the opcodes of many values as a matrix of bytes, with one row for each value.
 
         Args:
-            make: Makes a value from one number of each column.
+            make: Makes a sample value from one number of each column; the numbers in its opcodes
+                are then replaced.
             columns: The numbers, none negative.
-            count: The length of each column.
-            recalled: How many of the first columns do not have numbers to pickle, but the numbers
-                of values in the memo.
+            count: The length of each column, which is the number of values.
+            recalled: How many of the first columns have memo indices: instead of such a number, the
+                value at this index of the memo is recalled.
         """
         widths = [8 if count and int(column.max()) >= 1 << 31 else 4 for column in columns]
         marks = [(_FIRST + number) << 8 * (width - 4) for number, width in enumerate(widths)]

@@ -151,8 +151,8 @@ def load_item(
                 cause=exc,
             ) from exc
         raise CheckpointCorruptError(
-            f"{item} can't be unpickled: if the cause is about its class, restore that; otherwise "
-            "it is damaged. Load an older checkpoint, or leave it out of the state dict",
+            f"{item} can't be unpickled: if the cause names a module or class, make it importable "
+            "as it was; else it is probably damaged: load an older checkpoint, or leave it out",
             uri=uri,
             item=item,
             cause=exc,

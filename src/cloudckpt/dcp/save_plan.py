@@ -386,7 +386,7 @@ def remember(plan: KnownPlan) -> None:
 
 
 def flags_of(planner: object) -> tuple[Any, ...] | None:
-    """Returns the settings on which a planner's plans depend; None if they must not be kept.
+    """Returns the settings on which a planner's plans depend; None if no plan may be kept.
 
     Only plans of a :class:`CloudSavePlanner` that flattens the state dict are kept, and only if it
     does not cache plans itself and has no replaced method.

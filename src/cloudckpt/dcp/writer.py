@@ -69,8 +69,8 @@ class CommitHook:
     An asynchronous save calls it on a thread of the trainer, even if another process uploads.
 
     Attributes:
-        claimed_by: The job that has claimed the checkpoint's run (:mod:`cloudckpt.runs.claim`);
-            empty if no job has.
+        claimed_by: The name by which this job has claimed the run (:mod:`cloudckpt.runs.claim`), in
+            hooks that cloudckpt makes itself; empty in all others.
     """
 
     claimed_by = ""

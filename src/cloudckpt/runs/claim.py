@@ -378,7 +378,7 @@ class OwnLine(CommitHook):
             logger.warning(
                 "%s has steps up to %d, but this job did not call restore(), or only with source=. "
                 "It begins a new training, which the next job will restore. To continue the old "
-                "steps, call restore() first. Only force=True replaces old steps",
+                "steps, restart it with restore() before a save; else only force=True replaces one",
                 self.run.root,
                 newest,
             )

@@ -353,8 +353,8 @@ class Pruner:
             run = self._run.through(self._run.view)
             summaries = run.view.each(run.summary, names)
             logger.warning(
-                "%s: steps of another training are kept (%s), %d bytes in all: delete them "
-                "with cloudckpt rm, cloudckpt prune --abandoned, or keep_abandoned=False",
+                "%s: steps of another training are kept (%s), %d bytes in all; once you no longer "
+                "need them: cloudckpt rm, cloudckpt prune --abandoned, or keep_abandoned=False",
                 self._run.root,
                 ", ".join(map(str, abandoned)),
                 sum(summary.nbytes for summary in summaries if summary is not None),

@@ -380,8 +380,8 @@ class LocalStore(ObjectStore):
                 if not is_published:
                     raise
                 raise CommitUnknownError(
-                    "the file was moved to its name, but a crash of the machine may still lose it: "
-                    "check whether it exists and is complete before you go on",
+                    "the file was written, but the file system did not confirm that it is on disk, "
+                    "so a crash of the machine may still lose it: check the disk, and write again",
                     uri=self.uri(key),
                     cause=exc,
                 ) from exc
