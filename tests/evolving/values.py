@@ -91,7 +91,7 @@ def _negated(values: torch.Tensor) -> torch.Tensor:
 
 
 def _conjugate(values: torch.Tensor) -> torch.Tensor:
-    return values.conj() if values.is_complex() else values
+    return values.conj_physical().conj() if values.is_complex() else values
 
 
 def _parameter(values: torch.Tensor) -> torch.Tensor:
