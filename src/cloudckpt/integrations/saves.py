@@ -199,16 +199,16 @@ class Saves:
             more["base"], line.base = line.base, None
             is_others = named is not None and location not in self._saved
             more["keep_existing"] = is_others and not line.has_restored
-        with self._explained({location}):
+        with self._saving({location}):
             self._checkpointer_for(line).save(uri, state, **more)
         self._begun.add(location)
 
     @contextlib.contextmanager
-    def _explained(self, begun: set[CheckpointURI]) -> Iterator[None]:
-        """Handles errors of a block that saves to the locations ``begun``.
+    def _saving(self, begun: set[CheckpointURI]) -> Iterator[None]:
+        """Handles errors of a block that saves to the locations ``begun``, and raises them again.
 
-        A CheckpointExistsError then says why ``overwrite`` had no effect. What may be committed in
-        spite of the error is this job's own, which later saves may replace.
+        A CheckpointExistsError says why ``overwrite`` had no effect. A location that may be
+        committed in spite of the error is this job's own, which its later saves may replace.
         """
         try:
             yield
@@ -258,7 +258,7 @@ class Saves:
         acts, self._after_commit = self._after_commit, []
         begun, self._begun = self._begun, set()
         if self._checkpointer is not None:
-            with self._explained(begun):
+            with self._saving(begun):
                 self._checkpointer.wait()
         self._saved |= begun
         for act in acts:
