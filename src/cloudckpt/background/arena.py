@@ -26,7 +26,7 @@ __all__ = ["Annex", "Arena", "Memory", "available_memory"]
 
 _BUFFER = 256 * 1024  # bytes
 _WORTH_A_CHECK = 4 * 1024 * 1024  # bytes
-_ADDITION = "the part that a save adds to its staged copy"
+_ADDITION = "the data that a save adds to its staged copy, such as pickled values,"
 
 
 class Arena:

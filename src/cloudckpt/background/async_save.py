@@ -121,8 +121,8 @@ def async_save(
 def close_async_savers() -> None:
     """Waits for the saves of :func:`async_save`, and releases its memory and processes.
 
-    It waits up to ``BackgroundOptions(patience=...)`` for each; a saving process is then ended,
-    which fails its save.
+    It waits up to ``BackgroundOptions(patience=...)`` for each. A saving process is then ended,
+    which fails its save; a thread goes on with its save.
 
     If a call is interrupted, another call finishes the work.
     """

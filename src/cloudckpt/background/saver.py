@@ -180,16 +180,16 @@ class AsyncSaver:
         """
         if not self.belongs_here:
             raise ClosedError(
-                f"the saver belongs to process {self._pid}, from which this one was forked: make a "
-                "new saver in this process"
+                f"this checkpointer belongs to process {self._pid}, from which this process was "
+                "forked: make a new checkpointer in this process"
             )
         with self._lock:
             if self._closed:
                 raise _ended_error(True, "", None)
         if self._knows_no_ranks and _has_ranks():
             raise ConfigError(
-                "this saver was made before torch.distributed was initialized, and would save "
-                "only this rank; make it afterwards, or with no_dist=True"
+                "this checkpointer or manager was made before torch.distributed was initialized, "
+                "and would save only this rank; make it afterwards, or with no_dist=True"
             )
         try:
             with all_expected(self._group):

@@ -178,7 +178,7 @@ class Stager(AsyncStager):
             except queue.Empty:
                 raise SaveInProgressError(
                     f"an earlier save still reads the staged copy after {patience:g} s; wait for "
-                    "its future, save less often, or raise patience (also in BackgroundOptions)"
+                    "its future, save less often, or raise patience= (BackgroundOptions or Stager)"
                 ) from None
             self._check_open()  # it may have been closed meanwhile
             arena = self._fitting(layout)

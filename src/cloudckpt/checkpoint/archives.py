@@ -103,7 +103,7 @@ def _tensor_in(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | No
 class _LastBytes(io.BytesIO):
     """A file of which only the last bytes are in memory.
 
-    To seek to an earlier offset from the start raises ValueError.
+    Seeking from the start to an offset before these bytes raises ValueError.
     """
 
     def __init__(self, data: bytes, size: int) -> None:

@@ -172,8 +172,8 @@ def refuse_run(view: View, *, looks_inside: bool = False) -> None:
     if steps or CLAIM in names:
         raise ConfigError(
             f"this is the folder of a run{f', which contains {steps[0]}' if steps else ''}, and a "
-            "folder can't be a run and a checkpoint: give a folder in it that holds, or will hold, "
-            "one checkpoint (for a new one, with the number of a step that does not exist yet)",
+            "folder can't be a run and a checkpoint: give the folder of one checkpoint in it (to "
+            "save or convert, a folder that does not exist yet)",
             uri=str(location),
         )
 

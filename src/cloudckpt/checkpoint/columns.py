@@ -156,7 +156,7 @@ class PackedColumns:
         return torch.from_numpy(np.cumsum(differences, dtype=np.int64))
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns the next ``columns`` columns, each of ``rows`` numbers, as those of a matrix.
+        """Returns a matrix of ``rows`` rows, made of the next ``columns`` columns.
 
         Raises:
             ValueError: As in :meth:`take`.

@@ -180,7 +180,7 @@ def commit(
 
     Args:
         store: The store.
-        baseline: The commit object at this key when the save began, which alone may be replaced.
+        baseline: The commit object at the location when the save began; no other is replaced.
         body: The bytes of the new commit object.
         conditional: Whether the store ensures that no other commit object is replaced; otherwise
             other writers are not noticed.
@@ -278,8 +278,8 @@ def trusted(fetched: Fetched, uri: str) -> CommitObject | None:
         return CommitObject.parse(fetched, uri)
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
-            "%s: the objects of this deleted or replaced checkpoint are not deleted, as its "
-            "metadata is unreadable; run cloudckpt sweep to delete them (cause: %s)",
+            "%s: the metadata of this deleted or replaced checkpoint is unreadable, so its objects "
+            "stay; cloudckpt sweep deletes those that cloudckpt wrote, a day later (cause: %s)",
             uri, error,
         )  # fmt: skip
         return None
@@ -315,8 +315,8 @@ def no_longer_needed(
         names = gone.names(str(uri))
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
-            "%s: the objects of this deleted or replaced checkpoint are not deleted, as it is "
-            "unknown which other checkpoints need them; cloudckpt sweep deletes them (cause: %s)",
+            "%s: the objects of this deleted or replaced checkpoint stay, as it is unknown which "
+            "are needed; a day later, cloudckpt sweep deletes those that are not (cause: %s)",
             uri, error,
         )  # fmt: skip
         return ()
@@ -438,6 +438,6 @@ def publish(
     except Exception:
         logger.exception(
             "%s is committed, but objects of the checkpoint that it replaced may remain: run "
-            "cloudckpt sweep",
+            "cloudckpt sweep a day later",
             uri,
         )

@@ -1,8 +1,8 @@
 """Reads a commit object, and only the bytes of it that a reader of the checkpoint needs.
 
 A commit object of cloudckpt has all that a reader needs at its end, so one request for its size and
-one for its last megabytes usually suffice. Of a large one, the pickle before them, for other
-readers, need not be fetched.
+one for its last megabytes usually suffice. torch's pickle, at its beginning, is for other readers:
+of a large commit object it is not fetched.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class CommitObject:
                 if record.table is None or record.table.count != len(record.extents):
                     raise CheckpointCorruptError(
                         "invalid metadata record: it lacks the names or the locations of items; "
-                        "restore the object, or load an older checkpoint",
+                        "restore the object from a backup, or load an older checkpoint",
                         uri=uri,
                     )
                 return cls(fetched.info, lazy_metadata(record), record, notes, trailer, is_whole)
@@ -175,7 +175,7 @@ class CommitObject:
         if trailer is None and data[-1:] != pickle.STOP and save_id.startswith(save_id_of("")):
             raise CheckpointCorruptError(
                 "the end of the metadata, with its checksums, is missing or damaged: restore "
-                "the object, or load an older checkpoint",
+                "the object from a backup, or load an older checkpoint",
                 uri=uri,
             )
         return cls(fetched.info, metadata, None, notes, trailer, is_whole)
@@ -200,7 +200,7 @@ class CommitObject:
         if checksum != self.trailer.crc:
             raise CheckpointCorruptError(
                 "the metadata for readers other than cloudckpt (torch's pickle) does not match "
-                "its checksum: save the checkpoint again, or restore the object",
+                "its checksum: save the checkpoint again, or restore the object from a backup",
                 uri=uri,
                 damages=[Damage(uri, "", "does not match its checksum", 0, size)],
             )
@@ -227,9 +227,9 @@ class CommitObject:
         data = {name for name in named if "/" not in name and not name.endswith(METADATA)}
         if data != named:
             logger.warning(
-                "%s: the metadata, which another library wrote, names %d objects that may belong "
-                "to other checkpoints, such as %s; they are not deleted. When this checkpoint is "
-                "no longer needed, delete those that no other one uses",
+                "%s: the metadata, which another library wrote, names objects (%d, such as %s) "
+                "that may belong to other checkpoints: cloudckpt does not delete these. Delete "
+                "those that no checkpoint needs",
                 uri, len(named - data), min(named - data),
             )  # fmt: skip
         return data

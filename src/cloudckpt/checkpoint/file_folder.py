@@ -96,8 +96,8 @@ def folders_above(key: str) -> list[str]:
 def drawn_part(key: str) -> bytes:
     """Returns the sixteen digits in a result of :func:`content_name` or :func:`record_name`.
 
-    They are those of its attempt or job, as bytes. A manifest contains the digits of the objects
-    that it names, and of its job.
+    These are the digits of the attempt or of the job, as bytes. A manifest contains the digits of
+    the objects that it names, and of its job.
     """
     return key.split(".")[-2].encode()
 

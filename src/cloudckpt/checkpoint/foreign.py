@@ -83,15 +83,15 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
         raise
     except UnknownNameError as unknown:
         raise UntrustedPickleError(
-            f"the checkpoint's metadata needs {unknown}, which is not among the classes of torch's "
-            "metadata: if you trust everyone who can write here, pass trust_pickle=True",
+            f"the metadata needs {unknown}, which is not a class of torch's metadata: if you trust "
+            "everyone who can write here, load it with trust_pickle=True, and save it again",
             uri=uri,
         ) from None
     except Exception as exc:  # classes of the user may raise anything
         raise CheckpointCorruptError(
             "the metadata can't be read: it is damaged, is not the metadata of a checkpoint, or "
             "needs a newer torch or a class that can't be imported here; see the cause, restore "
-            "the object, or load an older checkpoint",
+            "the object from a backup, or load an older checkpoint",
             uri=uri,
             cause=exc,
         ) from exc

@@ -100,8 +100,8 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
         plan: A plan of torch's planner, or of one that makes the same classes.
 
     Returns:
-        The table; and an int64 tensor with the numbers in ``table.names`` of those tensors of which
-        the plan expects no part on another rank.
+        The table; and an int64 tensor with the numbers in ``table.names`` of the tensors that the
+        plan saves whole, so that no other rank may have a part of them.
 
     Raises:
         NotInColumnsError: If a table can't express the plan.

@@ -145,7 +145,7 @@ def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
     A contiguous tensor in host memory is yielded itself, if it is not a negated or conjugate view.
     Any other is divided into slices of at most 64 MiB, or of one index of the first dimension.
-    These are copied, unless they are contiguous in host memory.
+    These are copied, unless they are contiguous in host memory and no such views.
     """
     if is_plain(tensor):
         yield tensor

@@ -159,7 +159,7 @@ class Manifest:
 
         Args:
             record: The record of what all ranks have written.
-            uri: The checkpoint, for messages; None to name none.
+            uri: The checkpoint, for messages; None to leave it out of them.
 
         Raises:
             UnsupportedValueError: If the format can't express the record.
@@ -235,8 +235,8 @@ def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
     for rank, of_rank in enumerate(rows):
         if bool((of_rank < 0).any()):
             raise IncompleteSaveError(
-                f"rank {rank} wrote an item that is not in the planner's metadata; nothing was "
-                "committed: check the planner",
+                f"rank {rank} wrote an item that the planner's metadata lacks; nothing was "
+                "committed: correct create_global_plan, which returns this metadata",
                 uri=uri,
             )
         is_written[of_rank] = True
@@ -247,8 +247,8 @@ def _check_rows(table: Table, rows: Sequence[torch.Tensor], uri: str) -> None:
             offsets = table.chunks[entry.form.dims].offsets[entry.place + row - entry.first]
             part = f" (offsets {offsets.tolist()})"
         raise IncompleteSaveError(
-            f"{name}{part} was planned, but no rank wrote it, or it was planned twice; nothing "
-            "was committed: check the planner",
+            f"the planner's metadata lists {name}{part}, which no rank wrote, or lists it twice; "
+            "nothing was committed: correct create_global_plan, which returns this metadata",
             uri=uri,
             item=name,
         )

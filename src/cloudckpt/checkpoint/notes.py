@@ -36,7 +36,7 @@ class Notes:
 
     Attributes:
         step: The training step; None if unknown.
-        metrics: Numbers by which to compare checkpoints.
+        metrics: Numbers by which to compare checkpoints; the keys are the names of the metrics.
         user: Any other data that JSON can hold; all keys are strings.
         job: The random name of the job that saved the checkpoint in a run; empty if unknown.
         continues: The earlier jobs whose training this job continues, the earliest first: the
@@ -111,8 +111,8 @@ class Notes:
             RecursionError,
         ) as exc:
             raise CheckpointCorruptError(
-                "the notes of the checkpoint are invalid: restore the object, or load an older "
-                "checkpoint",
+                "the notes of the checkpoint are invalid: restore .metadata from a backup, or load "
+                "an older checkpoint",
                 uri=uri,
                 cause=exc,
             ) from exc
@@ -121,8 +121,8 @@ class Notes:
     def is_same_training(self, other: Notes) -> bool:
         """Returns whether ``other`` are the notes of a checkpoint of the same training as this one.
 
-        That is a checkpoint of the same job; or one of an earlier job that this job continues, if
-        its step is known, and not after the one from which the next job continued. Two checkpoints
+        That is a checkpoint of the same job; or of an earlier job that this job continues, if its
+        step is known, and at most the step from which the job after it continued. Two checkpoints
         whose jobs are both unknown count as of the same job.
         """
         last = self.continues.get(other.job, -1)
@@ -165,7 +165,7 @@ def metrics_of(given: Mapping[str, Any] | None) -> dict[str, float]:
         except (TypeError, ValueError, OverflowError, RuntimeError):
             raise ConfigError(
                 f"metrics: {name!r}={value!r} is not a number, or its name is not a string: give "
-                "an int or a float"
+                "an int or a float, under a name that is a string"
             ) from None
     return found
 
@@ -199,7 +199,7 @@ def _plain(value: Any) -> Any:
     """Converts a scalar of numpy or torch to a Python number.
 
     Raises:
-        TypeError: If the value has no method ``item``, as those of both libraries have.
+        TypeError: If the value has no method ``item``, as the scalars of both libraries have.
         ValueError: If it is an array of numpy with several elements.
         RuntimeError: If it is a tensor with several elements.
     """

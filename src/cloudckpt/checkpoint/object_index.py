@@ -80,15 +80,15 @@ class ObjectIndex:
         self._algorithm = algorithm
         if len(data) != record.index_size or CRC32C.of(data) != record.index_crc:
             raise self._corrupt(
-                "the index of the object does not match its checksum: restore the object, or "
-                "load an older checkpoint"
+                "the index of the object does not match its checksum: restore the object from a "
+                "backup, or load an older checkpoint"
             )
         try:
             self._parse(data, record.size - record.index_size)
         except (ValueError, RuntimeError, struct.error) as exc:
             raise self._corrupt(
-                "the index of the object is invalid: it is damaged, or a newer cloudckpt wrote it; "
-                "restore the object, install a newer version, or load an older checkpoint",
+                "the object's index is invalid: it is damaged, or of a newer cloudckpt. Install a "
+                "newer version, restore the object from a backup, or load an older checkpoint",
                 exc,
             ) from exc
 
@@ -171,7 +171,7 @@ class ObjectIndex:
         if not code and (head or tail):
             raise self._corrupt(
                 "the index of the object is invalid, as it describes a value like a tensor: "
-                "restore the object, or load an older checkpoint",
+                "restore the object from a backup, or load an older checkpoint",
                 item=item,
             )
         if dtype is None and code:

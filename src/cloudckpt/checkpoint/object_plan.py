@@ -207,8 +207,8 @@ class _Object:
 
 Way = Literal["direct", "staged", "packed"]
 """How items get from memory to the store: "direct" sends them from their own memory; "staged"
-copies them slice by slice through a pool; "packed" copies small items next to each other. The
-latter two share an object.
+copies them slice by slice through a pool; "packed" copies small items next to each other. Staged
+and packed items share objects.
 """
 
 
@@ -233,7 +233,10 @@ class StoredForm(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The location of an item: the object's number, and the byte range with the envelope."""
+    """The location of an item: the number of its object, and its offset and length there in bytes.
+
+    The range includes the envelope (:mod:`cloudckpt.checkpoint.envelope`).
+    """
 
     object: int
     offset: int
@@ -307,7 +310,7 @@ class Destination:
 
         Args:
             capabilities: Those of the store.
-            staged: Whether the object's bytes are copied through a pool, whose size limits it.
+            staged: Whether the object's bytes are copied through a pool, whose size limits parts.
         """
         return choose_part_size(
             self.expected,

@@ -61,7 +61,7 @@ CLAIM = ".cloudckpt-job.json"
 OF_RANKS = "__"
 """Prefix of the names of all objects that single ranks write."""
 PART = f"__0{METADATA}"
-"""The name of rank 0's metadata, if torch has let each rank save on its own."""
+"""The name of rank 0's metadata in a checkpoint that torch saved with ``use_collectives=False``."""
 
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, lone surrogates
 
@@ -151,7 +151,7 @@ def is_drawn_name(name: str) -> bool:
 
 
 def checked(name: object, uri: str) -> str:
-    """Returns ``name``, that of an object relative to a checkpoint's folder, if it is allowed.
+    """Returns ``name``, an object's path relative to a checkpoint's folder, if it is allowed.
 
     Allowed are objects beneath this folder, and data objects of cloudckpt in a folder beside it.
     Names come from the bucket; an object elsewhere must not be read, much less deleted.
@@ -166,7 +166,7 @@ def checked(name: object, uri: str) -> str:
     if not isinstance(name, str):
         raise CheckpointCorruptError(
             f"invalid metadata: the name of an object is of class {type(name).__name__}, not str; "
-            "restore the metadata object, or load an older checkpoint",
+            "restore .metadata from a backup, or load an older checkpoint",
             uri=uri,
         )
     parts = name.split("/")
@@ -175,7 +175,7 @@ def checked(name: object, uri: str) -> str:
     if not name or _UNUSABLE.search(name) or "" in parts or "." in parts or ".." in parts:
         raise CheckpointCorruptError(
             "invalid metadata: the name of an object leads out of the checkpoint, or is invalid: "
-            f"{name[:200]!r}; restore the metadata object, or load an older checkpoint",
+            f"{name[:200]!r}; restore .metadata from a backup, or load an older checkpoint",
             uri=uri,
         )
     return name

@@ -46,11 +46,12 @@ class Pending:
             the random name of the checkpoint.
         plan: The rank's items: the bytes of a record (:mod:`~cloudckpt.checkpoint.record`) without
             locations.
-        record: Their locations: the bytes of a record without a table and without objects.
+        record: The locations of the items: the bytes of a record without a table and objects.
         notes: The notes for the checkpoint.
         copies: A number for the values that other ranks hold as well; if these are equal on all
             ranks, the ranks' numbers add up to 0, modulo 2**64.
-        references: The objects of other checkpoints that hold some of the items.
+        references: The objects of other checkpoints that hold some of the items; empty once
+            ``objects`` includes them.
         held: The folders of the checkpoints in which the save has put a mark, which keeps their
             objects (:mod:`~cloudckpt.checkpoint.references`), if this rank is the coordinator.
         sent: Bytes sent so far.

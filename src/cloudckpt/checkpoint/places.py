@@ -157,8 +157,8 @@ class Places:
             if isinstance(error.__cause__, ObjectNotFoundError) and folders.get(error.uri or ""):
                 beside = self._uri.beside(folders[error.uri or ""])
                 error.message += (
-                    f"; the object belongs to the checkpoint {beside}, which this checkpoint "
-                    "shares it with: restore it. If this checkpoint is a copy, copy both, or use "
+                    f"; the object belongs to the checkpoint {beside}, with which this one shares "
+                    "it: restore it from a backup. If this checkpoint is a copy, copy both, or use "
                     "cloudckpt cp, which makes a self-contained copy"
                 )
             damaged(error)
@@ -283,7 +283,7 @@ class Places:
         part = "" if index.offset is None else f" (offsets {[*index.offset]})"
         return self._corrupt(
             f"invalid metadata: it has no location for {index.fqn}{part}: "
-            "restore the .metadata object, or load an older checkpoint",
+            "restore .metadata from a backup, or load an older checkpoint",
             index.fqn,
         )
 

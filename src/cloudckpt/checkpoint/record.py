@@ -127,8 +127,8 @@ class Record:
         location: In a rank's report, the checkpoint that it has written to; otherwise empty.
         unmoved: If not empty, the digest of the extents, which equal those of the rank's previous
             save; ``extents`` is then empty.
-        whole: In a plan, the numbers in ``table.names`` of those tensors of which no other rank may
-            have a part.
+        whole: In a plan, the numbers in ``table.names`` of the tensors that the rank saves whole,
+            so that no other rank may have a part of them.
         times: A matrix with a row for each rank: its number, when it began to plan, when its first
             byte was sent, when the store had all of its data (each in milliseconds since 1970, by
             the rank's own clock), and the bytes that it sent.
@@ -424,7 +424,7 @@ def _described_form(form: Form) -> list[Any] | None:
         return None
     described = [form.shape, str(form.dtype).removeprefix("torch."), form.requires_grad]
     if _form(described).dtype is not form.dtype:  # raises if it can't be read
-        raise ValueError(f"{form.dtype} is not in torch under its own name: save another type")
+        raise ValueError(f"{form.dtype} is not in torch by this name: save tensors of another type")
     return described
 
 

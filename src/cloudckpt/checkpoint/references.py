@@ -264,8 +264,8 @@ def _check_trusted(store: ObjectStore, base: CheckpointURI, commit: CommitObject
         found = _damaged.intersection(store.uri(base.key(one.name)) for one in commit.objects)
     if found:
         raise CheckpointCorruptError(
-            f"a load has found this checkpoint damaged, for example {min(found)}: run cloudckpt "
-            f"verify {base}",
+            f"a load has found damage in this checkpoint, for example in {min(found)}: run "
+            f"cloudckpt verify {base}",
             uri=str(base),
         )
 

@@ -76,7 +76,7 @@ __all__ = [
 allowed_by_torch: Callable[[], dict[str, Any]] = _weights_only._get_allowed_globals
 """Returns the classes, functions and constants that ``weights_only`` allows, by full names."""
 allowed_by_user: Callable[[], dict[str, Any]] = _weights_only._get_user_allowed_globals
-"""Returns the classes that the user allows in addition, by full names."""
+"""Returns the classes that ``torch.serialization.add_safe_globals`` allows, by full names."""
 
 PLANS_ITSELF = frozenset(
     ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")

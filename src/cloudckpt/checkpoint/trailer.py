@@ -78,7 +78,7 @@ def read_range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> b
 
 @dataclasses.dataclass(frozen=True)
 class Trailer:
-    """The trailer: lengths and checksums of what is before it.
+    """The last bytes of a commit object: the lengths and checksums of the parts before them.
 
     Attributes:
         size: Bytes of torch's pickle.
@@ -180,7 +180,7 @@ def _part(
 
 def _damaged(uri: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        "the metadata is cut off, or does not match its checksum: restore the object, or load an "
-        "older checkpoint",
+        "the metadata is cut off, or does not match its checksum: restore the object from a "
+        "backup, or load an older checkpoint",
         uri=uri,
     )

@@ -389,7 +389,7 @@ class Unloadable:
 
 
 def _has_a_state(name: str) -> bool:
-    """Returns whether this names a class that is ``Stateful``; False if it can't be imported."""
+    """Returns whether a class of this full name is ``Stateful``; False if it can't be imported."""
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError):

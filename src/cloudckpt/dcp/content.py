@@ -174,7 +174,7 @@ class Content:
         """
         if self._own and not getattr(planner, "flatten_state_dict", True):
             name = ".".join(map(str, self._own[0].path))
-            raise ConfigError(f"{name} is a per_rank: its planner needs flatten_state_dict=True")
+            raise ConfigError(f"{name} is a per_rank: the planner needs flatten_state_dict=True")
         return self.state
 
     def put(self, loaded: Any) -> Any:

@@ -249,7 +249,8 @@ class _Items:
             The table, and the row of each written item in it.
 
         Raises:
-            IncompleteSaveError: If a rank saves something whole of which others save parts.
+            IncompleteSaveError: If a rank saves a tensor or value whole, and ranks also save other
+                parts of it.
         """
         of_kept = self._of_items[kept]
         counts = of_kept.bincount(minlength=len(self._names))

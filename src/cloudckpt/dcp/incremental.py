@@ -192,12 +192,12 @@ def newest_beside(
     It is the base of an incremental save. Returns None if there is no such step. A step whose
     notes are damaged is left out, with a warning.
 
-    A folder counts as a step if its name differs from the name of ``uri`` in the numbers only; if
-    that has no number, any folder with a number in its name counts. A folder such as ``best`` does
-    not count: it stays for long, and the data that later steps share with it would stay as well.
-    The base may be the checkpoint that the save replaces. If the notes of the save name its job,
-    only steps of that job count, and steps that it continues: those of abandoned trainings may be
-    deleted soon.
+    A folder counts as a step if its name differs from the folder name of ``uri`` in the numbers
+    only; if ``uri`` has no number there, any folder with a number in its name counts. A folder such
+    as ``best`` does not count: it stays for long, and the data that later steps share with it would
+    stay as well. The base may be the checkpoint that the save replaces. If the notes of the save
+    name its job, only steps of the training that this job continues count: steps of abandoned
+    trainings may be deleted soon.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.

@@ -43,7 +43,7 @@ _chosen: tuple[Config | None, bool] = (None, False)
 
 
 def chosen_config() -> Config | None:
-    """Returns the options given to the last :func:`install`; None without any, or once reverted."""
+    """Returns the options of the last :func:`install`; None if it had none, or was reverted."""
     return _chosen[0]
 
 

@@ -188,10 +188,8 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 "%s: for %d of the tensors in the state dict, such as %s, the checkpoint has "
                 "values that are no tensors. They replace the tensors in the dict; the tensors "
                 "themselves are not changed, so pass the loaded state dict to load_state_dict",
-                self._uri,
-                len(replaced),
-                replaced[0],
-            )
+                self._uri, len(replaced), replaced[0],
+            )  # fmt: skip
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -338,8 +336,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
     def _missing(self, names: Sequence[str]) -> MissingKeyError:
         assert self.metadata is not None
         count = "1 key is" if len(names) == 1 else f"{len(names)} keys are"
+        first = ", the first" if len(names) > 5 else ""
         return MissingKeyError(
-            f"{count} not in the checkpoint, the first: {list(names[:5])}"
+            f"{count} not in the checkpoint{first}: {list(names[:5])}"
             f"{advice(names[0], self.metadata.state_dict_metadata)}",
             uri=self._uri,
             item=names[0],

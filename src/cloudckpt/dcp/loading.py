@@ -54,7 +54,10 @@ __all__ = [
 
 
 Offer = tuple[str, torch.Tensor]
-"""What a rank reads: its host's name (empty if all hosts share), and :func:`digests` of reads."""
+"""A rank's report of its reads: the name of its host, and the :func:`digests` of the reads.
+
+The name is empty if ranks of different hosts share reads, too.
+"""
 
 
 class SharedReads:
@@ -258,6 +261,8 @@ class Load:
             CheckpointCorruptError: If an item has no location, or does not fit its metadata.
             ShapeMismatchError: If the planner's tensor does not have the planned shape.
             UnsupportedTensorError: If the planner's tensor can't be filled.
+            CheckpointReplacedError: If another save replaced the checkpoint meanwhile.
+            StoreError: If the store refuses or stays unreachable.
         """
         indices = [item.storage_index for item in plan.items]
         with self.guarded():
@@ -426,7 +431,7 @@ class Load:
         if tuple(target.shape) != wanted:
             raise ShapeMismatchError(
                 f"the planner loads {wanted} elements of {fqn} into a tensor of shape "
-                f"{tuple(target.shape)}: make resolve_tensor return a tensor of that shape",
+                f"{tuple(target.shape)}: make resolve_tensor return a tensor of shape {wanted}",
                 uri=self.uri,
                 item=fqn,
             )

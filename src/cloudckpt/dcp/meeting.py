@@ -486,7 +486,7 @@ class Meeting:
                 raise failure from exc
             when = during and f" {during}"
             raise ProcessGroupError(
-                f"the process group was destroyed{when}: wait for all saves and loads before that"
+                f"the process group was destroyed{when}: before that, wait for all saves and loads"
                 if isinstance(exc, ValueError)
                 else f"the ranks lost each other{when}: one of them ended, or a connection between "
                 "them broke; find out which rank ended first and why, and start all of them again",

@@ -133,5 +133,5 @@ def _of_optimizer(missing: str, stored: Collection[str]) -> str:
 
 def _near(missing: str, stored: Collection[str]) -> str:
     near = difflib.get_close_matches(missing, stored, n=3)
-    similar = f"; the checkpoint has the similar {near}" if near else ""
+    similar = f"; the checkpoint has similar names: {near}" if near else ""
     return f"{similar}. Remove the missing keys from the state dict, or {_STRICT}"

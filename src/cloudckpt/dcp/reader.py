@@ -428,6 +428,7 @@ class CloudStorageReader(OurReader):
             UntrustedPickleError: If a value needs code that is not on the allow-list.
             ShapeMismatchError: If the planner's tensor does not have the planned shape.
             UnsupportedTensorError: If the planner's tensor can't be filled.
+            CheckpointError: If the metadata has classes or values that torch's does not have.
             StoreError: If the store refuses or stays unreachable.
         """
         with self.begun(planner) as load:

@@ -54,9 +54,9 @@ class LoadReport:
     Attributes:
         uri: The checkpoint.
         loaded: The names that were loaded.
-        missing: The names that the checkpoint does not have, and that keep their values, but for
-            memory that they share with loaded tensors. Empty unless missing names were allowed, for
-            example by ``strict=False``.
+        missing: The names that the checkpoint does not have. They keep their values, unless they
+            share memory with loaded tensors. Empty unless missing names were allowed, for example
+            by ``strict=False``.
         unexpected: The names that only the checkpoint has, apart from those in ``optimizer``.
         converted: The names that were not loaded exactly as they were saved, and how: with another
             element type, from other chunks (of a tensor that is sharded differently), as a value
@@ -131,7 +131,7 @@ class LoadReport:
         )
 
     def __str__(self) -> str:
-        lines = [f"loaded {len(self.loaded)} of {self.uri}"]
+        lines = [f"loaded from {self.uri}: {len(self.loaded)}"]
         for name, title in _ROWS.items():
             if names := getattr(self, name):
                 lines.append(f"{title}: {len(names)}, {_shown(names)}")

@@ -376,7 +376,7 @@ def drop(plan: KnownPlan) -> None:
 
 
 def remember(plan: KnownPlan) -> None:
-    """Keeps a plan for later saves, in place of one with the same key; not one without a key.
+    """Keeps a plan for later saves, unless it has no key; replaces a kept plan with the same key.
 
     Only the last few plans are kept.
     """

@@ -21,11 +21,12 @@ __all__ = ["SharedMemory", "in_memory"]
 class SharedMemory:
     """The entries of a load whose tensors share memory, which can't hold different values.
 
-    Such entries must be filled one after another, each noted at once: then its values can be
-    compared with those that are in its memory when all are filled.
+    Such entries must be filled one after another, and the values of each noted at once: they can
+    then be compared with the values in its memory when all entries are filled.
 
     Args:
-        entries: For each entry, the part of the state dict that it is, and its tensors in memory.
+        entries: For each entry, the index of its tensor or chunk, and the tensors in memory that
+            hold it.
 
     Attributes:
         rounds: By the number of an entry that shares memory, the round in which it can be filled:

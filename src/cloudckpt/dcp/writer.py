@@ -309,6 +309,7 @@ class CloudStorageWriter(OurWriter):
 
         Raises:
             CheckpointExistsError: If a checkpoint exists and ``overwrite`` is off.
+            CheckpointConflictError: If another writer has committed since this save began.
             ConfigError: If the location is the folder of a run.
             StoreError: If the store refuses or stays unreachable.
         """
@@ -368,6 +369,15 @@ class CloudStorageWriter(OurWriter):
         """Sends this rank's items; returns a completed future once the store has all of them.
 
         The future's result is one WriteResult, whose ``storage_data`` is a :class:`Report`.
+
+        Raises:
+            TensorChangedError: If a tensor was written to meanwhile.
+            ShapeMismatchError: If the planner's tensor does not have the planned shape.
+            UnsupportedTensorError: If a tensor can't be stored.
+            UnsupportedValueError: If a value can't be pickled, or is refused as
+                ``Config(unloadable=...)`` says.
+            AsyncSaveError: If a saving process sends, and fails or lacks memory.
+            StoreError: If the store refuses or stays unreachable.
         """
         if self.is_incremental and self.contents is None:
             logger.warning(
@@ -394,6 +404,8 @@ class CloudStorageWriter(OurWriter):
         pending: Pending | None = None,
     ) -> Record:
         """Sends this rank's items; returns their record once the store has all of them.
+
+        It raises the errors of :meth:`write_data`.
 
         Args:
             plan: The plan of this rank.
@@ -441,8 +453,9 @@ class CloudStorageWriter(OurWriter):
         Raises:
             KeyCollisionError: If ranks have different values under one name, and
                 ``Config(replicas="refuse")`` is given or they are parts of different models.
-            IncompleteSaveError: If an item of the plan was not written, or the save has not begun
-                or has already finished.
+            UnsupportedValueError: If the metadata can't be stored.
+            IncompleteSaveError: If an item of the plan was not written, the save began more than 12
+                hours ago, or has not begun or has already finished.
             DifferentCheckpointsError: If a rank has written to another location or store.
             CheckpointCorruptError: If an object of an earlier checkpoint that this one needs is
                 gone.
