@@ -195,7 +195,7 @@ def test_what_is_no_general_purpose_bucket_of_s3_is_refused(place, rest):
         ("https://acc.z7.evil.blob.storage.azure.net/c/run", "abfss://container@account"),
         ("file://host/run", "file:///absolute/path"),
         ("file://run\u2100/step", "file:///absolute/path"),
-        *((f"hf://{name}", "hf://buckets/namespace/name/path") for name in REPOSITORIES),
+        *((f"hf://{name}", "hf://buckets/namespace/name/path") for name in (*REPOSITORIES, "/b")),
         # what a path makes of a URI
         ("hf:/buckets/me/b/run", 'pass the string "hf://buckets/me/b/run" instead'),
         ("/home/me/hf:/buckets/me/b/run", 'pass the string "hf://buckets/me/b/run" instead'),

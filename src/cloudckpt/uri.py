@@ -142,8 +142,9 @@ class CheckpointURI:
         if (lost := unfolded(text)) is not None:
             whole = lost if cls.accepts(lost) else _shown(lost)  # container@account is not a secret
             raise InvalidURIError(
-                f"{_shown(text)!r} lost a slash (pathlib.Path and os.path collapse // to /), and "
-                f'would be a local folder; pass the string "{whole}" instead'
+                f"{_shown(text)!r} would be a local folder, because a URI lost a slash "
+                "(pathlib.Path and os.path collapse // to /); pass the string "
+                f'"{whole}" instead'
             )
         if _NEARLY.match(text):
             raise InvalidURIError(
@@ -230,7 +231,7 @@ class CheckpointURI:
     def _object(cls, scheme: str, rest: str, text: str) -> CheckpointURI:
         shown = _shown(text)
         bucket, _, prefix = rest.partition("/")
-        if not bucket:
+        if not bucket and scheme != "hf":
             raise InvalidURIError(f"{shown!r} names no bucket; write {scheme}://bucket/path")
         if scheme == "hf":
             known = _STORAGE_BUCKET.match(rest)
@@ -337,7 +338,7 @@ class CheckpointURI:
 
     @property
     def root(self) -> str:
-        """``scheme://bucket``, with the account if known; each root has a store of its own."""
+        """``scheme://bucket``, or ``abfss://container@host`` if the URI names the account."""
         if self.account:
             return f"abfss://{self.bucket}@{self.account.replace('.blob.', '.dfs.', 1)}"
         return f"{self.scheme}://{self.bucket}"
