@@ -59,9 +59,8 @@ T = TypeVar("T")
 _WHAT_IS_COMMITTED = {
     True: "this save is committed all the same",
     False: "this save is not committed, and will not be",
-    None: "it is unknown whether this save is committed: it is not yet, as far as this rank could "
-    "check, but it may still be; check whether the new checkpoint is here before you go on. Its "
-    "data was kept",
+    None: "it is unknown whether this save is committed, or will be later: check whether the new "
+    "checkpoint is at this location before you go on. Data that a commit may need was kept",
 }
 
 
@@ -355,6 +354,7 @@ def exists(uri: URILike, *, config: Config | None = None) -> bool:
     Raises:
         InvalidURIError: If `uri` is not a valid location.
         ConfigError: If an option is invalid.
+        MissingDependencyError: If a package for this kind of store is not installed.
         BucketNotFoundError: If the bucket does not exist.
         StoreError: If the store refuses the request or stays unreachable.
     """

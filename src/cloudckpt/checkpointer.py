@@ -260,7 +260,7 @@ class Checkpointer(ClosedAtExit):
         self._check_open()
         known = {"planner", "notes", "base", "keep_existing", "is_first"}
         if unknown := sorted(set(kwargs) - known):
-            raise ConfigError(f"save() has no arguments {', '.join(unknown)}: leave them out")
+            raise ConfigError(f"save() has no argument {' or '.join(unknown)}: correct the call")
         if isinstance(state_dict, (str, os.PathLike)):
             raise ConfigError(
                 "save() needs the location as its first argument: save(uri, state_dict)"
@@ -322,8 +322,8 @@ class AsyncCheckpointer(Checkpointer):
                 save out. ``BackgroundOptions(when_busy=...)`` takes precedence.
 
         Raises:
-            ConfigError: If an option has the wrong class, differs between ranks, or this rank is
-                not in the process group.
+            ConfigError: If ``config`` or a field of it is not valid; if ``kind`` or ``when_busy``
+                differs between ranks; or if this rank is not in the process group.
             ProcessGroupError: If the ranks do not meet within five minutes.
             SaveProcessError: If the saving process can't be started.
             AsyncSaveError: If the saving thread can't be started.

@@ -58,7 +58,7 @@ class ChecksumAlgorithm:
         return struct.calcsize(self.code)
 
     def combine(self, pieces: Iterable[tuple[int, int]]) -> int:
-        """Returns the checksum of adjacent pieces, given the checksum and the length of each."""
+        """Returns the checksum of adjacent pieces, given each one's checksum and size in bytes."""
         total = 0
         for checksum, length in pieces:
             total = self.joined(total, checksum, length)

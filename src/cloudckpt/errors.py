@@ -380,8 +380,8 @@ class CheckpointCorruptError(CheckpointError):
     """Bytes of the checkpoint are missing, were replaced, or do not match their checksum.
 
     Attributes:
-        damages: The damages found: by a verification all, by a load those in the request that
-            failed first. By default one for the object at ``uri``; none if that is None.
+        damages: All damage that a verification has found; of a load, that of the request that
+            failed first. By default one entry for the object at ``uri``; empty if ``uri`` is None.
     """
 
     def __init__(self, message: str, *, damages: Sequence[Damage] = (), **context: Any) -> None:
@@ -453,7 +453,7 @@ class TensorChangedError(CheckpointError):
 
     @classmethod
     def of(cls, item: str | None, **context: Any) -> TensorChangedError:
-        """Returns the error for `item`, None if unknown; `context` as in the constructor."""
+        """Returns the error that names `item` (None: no item); passes `context` to the class."""
         return cls(
             f"{item or 'a tensor'} changed while it was saved, so that its checksum does not "
             "match the uploaded bytes: do not write to it before the save has returned (no "

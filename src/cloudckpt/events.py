@@ -61,7 +61,7 @@ class Event:
         detail: For ``retry``, ``throttle``, ``failure`` and a phase that failed: the class of the
             error. Otherwise empty.
         failed: Whether the phase ended with an error; True for ``failure``.
-        step: For ``failure``: the step that was not saved.
+        step: For ``failure``: the step that was not saved; else None.
         newest_step: For ``failure``: the newest committed step that this rank knows of; None if it
             knows of none.
         newest_age: For ``failure``: seconds since ``newest_step`` was committed; None if there is

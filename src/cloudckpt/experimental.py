@@ -71,7 +71,7 @@ class CloudCheckpointWriter(CheckpointWriter):
             options: Options of cloudckpt; by default those of the environment.
 
         Raises:
-            ConfigError: If `options` is not a Config.
+            ConfigError: If `options` is not a Config, or a variable of the environment is invalid.
         """
         super().__init__(
             config if config is not None else CheckpointWriterConfig(),
@@ -99,7 +99,10 @@ class CloudCheckpointWriter(CheckpointWriter):
 
         Raises:
             InvalidURIError: If ``path`` is not a valid location.
+            ConfigError: If the options do not suit the store.
+            MissingDependencyError: If a package for this kind of store is not installed.
             CheckpointExistsError: If the rank's file exists, and ``overwrite`` is off.
+            CommitUnknownError: If a local file system does not confirm that the file is on disk.
             CheckpointError: If ``torch.save`` can't write the state.
             StoreError: If the store refuses or stays unreachable. As with any failure before the
                 hooks, nothing changes at the location, unless the answer to the last request was
@@ -140,7 +143,7 @@ class CloudCheckpointReader(CheckpointReader):
             trust_pickle: Whether the file's pickle may run any code.
 
         Raises:
-            ConfigError: If `options` is not a Config.
+            ConfigError: If `options` is not a Config, or a variable of the environment is invalid.
         """
         super().__init__(rank_info if rank_info is not None else _rank_info())
         self.options = config_or_default(options)
@@ -172,6 +175,8 @@ class CloudCheckpointReader(CheckpointReader):
 
         Raises:
             InvalidURIError: If ``path`` is not a valid location.
+            ConfigError: If the options do not suit the store.
+            MissingDependencyError: If a package for this kind of store is not installed.
             CheckpointNotFoundError: If there is no such file.
             CheckpointCorruptError: If the file is damaged, or was not written by ``torch.save``.
             CheckpointReplacedError: If it was replaced while it was read.

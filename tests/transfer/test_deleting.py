@@ -42,7 +42,7 @@ def test_what_is_refused_does_not_keep_the_others_and_is_told(store, threads):
         KEYS[2]: AccessDeniedError,
         KEYS[7]: ServerError,
     }
-    assert "gave up after 3 tries" in str(left[KEYS[7]])
+    assert "gave up after try 3" in str(left[KEYS[7]])
     assert held(store) == [KEYS[2], KEYS[7]]
 
 

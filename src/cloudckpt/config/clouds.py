@@ -45,7 +45,7 @@ class S3Options(Options):
     sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = option(
         None, "server-side encryption: 'AES256', 'aws:kms', 'aws:kms:dsse'"
     )
-    kms_key_id: str | None = option(None, "key of 'aws:kms' encryption")
+    kms_key_id: str | None = option(None, "KMS key of the encryption")
     storage_class: str | None = option(None, "storage class of the objects, e.g. STANDARD_IA")
     tags: Pairs = option((), "object tags, e.g. team=nlp,run=7")
     requester_pays: bool = option(False, "accept the charges of a requester-pays bucket")
@@ -54,7 +54,7 @@ class S3Options(Options):
         check_endpoint(self.endpoint_url)
         require(
             not (self.anonymous and (self.profile or self.requester_pays)),
-            "anonymous=True sends no credentials: omit that, or else profile and requester_pays",
+            "anonymous=True sends no credentials: leave it out to use profile or requester_pays",
         )
         with_kms = self.sse in ("aws:kms", "aws:kms:dsse")
         require(

@@ -150,7 +150,7 @@ class Config(Options):
     )
     connect_timeout: float = timeout(10.0, "seconds to establish a connection")
     read_timeout: float = timeout(
-        60.0, "seconds for an answer to begin; 15 times as many while the store joins parts"
+        60.0, "seconds for an answer to begin; 15 times as many if the store joins parts or copies"
     )
     stall_timeout: float = timeout(60.0, "seconds below 4 KiB/s after which a connection fails")
     retry: RetryPolicy = field(default_factory=RetryPolicy)

@@ -43,7 +43,7 @@ def examine(
         size: Bytes of the object that measures the speed, from 1 to 2**30.
         read_only: Whether to write nothing, for users that may only load.
         patience: Seconds, more than 0, after which a check is interrupted and counts as failed.
-        tell: Called with each finding as soon as there is one.
+        tell: Called with each finding as soon as its check has ended.
 
     Returns:
         The findings, in the order of the checks.
@@ -53,7 +53,7 @@ def examine(
         InvalidURIError: If ``location`` is not a valid location.
     """
     if not 1 <= size <= _LARGEST:
-        raise ConfigError(f"size={size}: write a number of bytes from 1 to 1 GiB")
+        raise ConfigError(f"size={size}: write a number of bytes from 1 to {_LARGEST} (1 GiB)")
     if patience <= 0:
         raise ConfigError(f"patience={patience}: write more than 0 seconds")
     uri, config = checkpoint_location(location), config_or_default(config)

@@ -48,7 +48,9 @@ class Finding:
         found: The result in words.
         advice: What to do about it; empty if nothing.
         seconds: The duration of the check.
-        values: The result for programs: numbers and names.
+        values: The result for programs. The keys depend on the check: ``scheme``; ``source``,
+            ``identity`` and ``ends`` (seconds since 1970); ``endpoint`` and ``region``; ``seconds``
+            and ``skew_seconds``; ``checksum``; ``up`` and ``down`` (bytes per second).
     """
 
     check: str = ""
@@ -157,7 +159,7 @@ class Checks:
             self.hopeless = self.hopeless or is_lost
             finding = failed(
                 "; ".join([f"not finished within {self._patience:g} s", *map(str, failures[-1:])]),
-                "check proxies, firewalls and routes to the store, or raise the limit (--patience)",
+                "check proxies, firewalls, routes and mounts, or raise the limit (--patience)",
             )
         else:
             [finding] = found

@@ -91,7 +91,7 @@ class Trials:
         return ok("an object was written")
 
     def read(self, retrier: Retrier) -> Finding:
-        """Checks that an object can be read: that of `write`, or if there is none, another one."""
+        """Checks that an object can be read: that of `write`, or else the first in the location."""
         store, start = self._store, _BYTES // 4
         if self._written is None:
             found = retrier.call(self._first)

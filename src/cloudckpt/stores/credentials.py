@@ -308,7 +308,7 @@ def variables() -> dict[str, str]:
 
 
 def take_over(given: Mapping[str, str]) -> None:
-    """Replaces this process's `variables` by those of another process."""
+    """Replaces all AWS_, AZURE_ and GOOGLE_ environment variables of this process by `given`."""
     for name in variables().keys() - given.keys():
         del os.environ[name]
     os.environ.update(given)

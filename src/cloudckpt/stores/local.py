@@ -128,9 +128,9 @@ class LocalStore(ObjectStore):
         """Opens an unfinished file, possibly begun by another process; yields its descriptor.
 
         Raises:
-            InvalidRequestError: If it was replaced with something else than a file, such as a
-                symbolic link, or has a second name (hard link): what is written through it would
-                also appear there.
+            InvalidRequestError: If its name belongs to something else than a file, such as a
+                symbolic link; or if it has a second name (hard link), under which the bytes that
+                are written would appear, too.
             ObjectNotFoundError: If it was deleted.
         """
         with self._errors(upload.key):
@@ -213,7 +213,7 @@ class LocalStore(ObjectStore):
             if start + nbytes(into) > info.size:
                 raise RangeNotSatisfiableError(
                     f"the file has only {info.size} bytes, and {start + nbytes(into)} are needed: "
-                    "it was truncated or replaced; restore it",
+                    "it was truncated or replaced; write it again",
                     uri=self.uri(key),
                 )
             self._fill(key, file, start, into, progress)
@@ -271,7 +271,7 @@ class LocalStore(ObjectStore):
                     cause=exc,
                 ) from exc
             if count == 0:
-                why = "another program has shortened the file while it was read; restore it"
+                why = "another program has shortened the file while it was read; write it again"
                 raise ConnectionLostError(why, received=done, uri=self.uri(key))
             done += count
             rest = skip(rest, count)

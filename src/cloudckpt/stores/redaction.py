@@ -72,7 +72,7 @@ def masked(text: str, secrets: Iterable[str] = ()) -> str:
 def excerpt(text: str, secrets: Iterable[str] = (), *, most: int = _LONGEST_WORD) -> str:
     """Returns a server's, proxy's or SDK's text without credentials and cut to `most` characters.
 
-    `secrets` are those of :func:`masked`. An error is sent to all ranks and logged by each of them,
+    `secrets` are as in :func:`masked`. An error is sent to all ranks and logged by each of them,
     so a server's page of a megabyte must not become part of it.
     """
     known = _known(secrets)

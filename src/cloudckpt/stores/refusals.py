@@ -57,13 +57,13 @@ _TEXTS: Mapping[type[StoreError], str] = {
     ),
     errors.ClockError: "this machine's clock is wrong by minutes; set it by NTP",
     errors.CredentialsError: "the store does not accept these credentials; correct or renew them",
-    errors.InvalidRequestError: "the store rejects the request; see its error code in the cause",
+    errors.InvalidRequestError: "the store rejects the request; see the reason in the cause",
     errors.ObjectNotFoundError: "there is no such object; check the location",
     errors.PreconditionFailedError: (
         "the condition of the request does not hold: the object exists already, or was replaced or "
-        "deleted after its version was read; read it again before you write"
+        "deleted after its version was read; read it again before you go on"
     ),
-    errors.RangeNotSatisfiableError: "the object is shorter than the requested range; restore it",
+    errors.RangeNotSatisfiableError: "the object ends before the requested range; write it again",
     errors.ServerError: "the store reports a temporary failure; try again later",
     errors.StorageFullError: (
         "the disks of the store or a quota are full; free space, or raise the quota"
@@ -99,7 +99,7 @@ _OF_ALL = (
         "413",
         errors.InvalidRequestError,
         "the store, or a proxy on the way, takes no body of this size: raise its limit (nginx: "
-        "client_max_body_size), or lower it by Config(part_size=...) or CLOUDCKPT_PART_SIZE",
+        "client_max_body_size), or send smaller parts: Config(part_size=...), CLOUDCKPT_PART_SIZE",
     ),
 )
 
@@ -159,8 +159,8 @@ def refusal(
     headers = {name.lower(): value.strip() for name, value in headers.items()}
     if status == 404 and response.is_foreign and not _CODE.fullmatch(code):
         foreign = errors.ServerError(
-            "a proxy or a gateway has answered in place of the store; check the endpoint and the "
-            "proxy (try cloudckpt doctor)",
+            "another server, such as a proxy, has answered in place of the store; check the "
+            "endpoint and the proxy (try cloudckpt doctor)",
             uri=uri,
             cause=f"{action}: HTTP {status}, without an error code of the store",
         )
@@ -190,7 +190,7 @@ def refusal(
     if isinstance(error, errors.ClockError) and (ahead := _ahead(headers)) is not None:
         error.ahead = ahead
         minutes, where = round(abs(ahead) / 60), "ahead of" if ahead > 0 else "behind"
-        error.message += f" (it is {minutes} minutes {where} the store's)"
+        error.message += f" (it is {minutes} min {where} the store's)"
         if not minutes:
             error.message = "the request arrived minutes after it was signed; check the network"
     return error
@@ -218,7 +218,7 @@ def _is_certain(code: str, status: int, kind: type[StoreError], *, is_known: boo
 
     A gateway that responds in the store's place may still have delivered the request: Envoy sends
     503 when its connection to the store breaks, possibly after the request was sent. `is_known`
-    tells whether the vendor's table has the code as one of requests that are not carried out.
+    says whether the vendor's table lists the code for requests that are not carried out.
     """
     if not _CODE.fullmatch(code) or code.lower() in _TIMEOUTS:
         return False

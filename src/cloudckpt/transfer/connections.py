@@ -23,7 +23,7 @@ from cloudckpt.transfer.group import TaskGroup
 __all__ = ["FIRST", "LaneSearch", "transfer_group"]
 
 FIRST = 8
-"""The number of lanes that a transfer begins with, unless an earlier one has found a better."""
+"""The number of lanes that a transfer begins with, unless an earlier one found a better number."""
 
 _ALL = 7 / 8
 """The share of the lanes that must move bytes for all of them to count as started."""
@@ -32,19 +32,19 @@ _LONGEST_START = 0.5
 """Seconds after which new lanes count as started: connecting by TLS takes time."""
 
 _CLEAR = 0.05
-"""Seconds of measurement after which a clear gain counts: most of what added lanes could add."""
+"""Seconds of measurement after which a gain counts that is near the most that new lanes can add."""
 
 _LOOK = 0.3
-"""Seconds of measurement for any other gain; the second one decides, as TCP starts slowly."""
+"""Seconds of each of two measurements of any other gain; the second decides: TCP starts slowly."""
 
 _GAIN = 1.08
 """The factor by which the rate must rise for additional lanes to be kept."""
 
 _SPARE = 1.1
-"""The factor by which more lanes are kept than those that would just reach the limit."""
+"""The lanes that are kept, as a multiple of those that would just reach the limit."""
 
 _SLOWER = 0.6
-"""The share of a lane's earlier rate below which the transfer is limited by something else."""
+"""The share of a lane's earlier rate below which the connections no longer limit the transfer."""
 
 _NO_LOSS = 0.95
 """The share of the earlier rate that fewer lanes must reach to be kept."""

@@ -85,8 +85,7 @@ def relay(
         tasks: The objects.
         config: Options.
         stats: Transfer counters.
-        moved: Called with a number of bytes each time that so many more are copied, from any
-            thread.
+        moved: Called with the number of bytes copied since the last call, from any thread.
         arrived: Called, after the transfer, with the task of each copy that is complete and matches
             its known checksum, also if others failed.
 
@@ -181,7 +180,7 @@ class ObjectCopy(ObjectUpload):
     It works like an :class:`~cloudckpt.transfer.upload.ObjectUpload`: on the group's threads, with
     retries, whole or not at all; :meth:`start` replaces writing and closing. As the bytes do not
     pass through this process, compare ``checksum``, if the store reported it, with the source's to
-    verify the copy. ``abandon`` deletes the key, so only this copy may write it.
+    verify the copy. ``abandon`` deletes the object at the key, which no other writer may use.
     """
 
     def start(self, source: CopySource, moved: Callable[[int], None]) -> None:
@@ -189,8 +188,7 @@ class ObjectCopy(ObjectUpload):
 
         Args:
             source: The object to copy.
-            moved: Called with a number of bytes each time that so many more are copied, from any
-                thread.
+            moved: Called with the number of bytes copied since the last call, from any thread.
 
         Raises:
             StoreError: If a multipart upload for the copy can't be begun.

@@ -213,7 +213,7 @@ class Receiver:
     ) -> CheckpointCorruptError:
         uri = self._store.uri(key)
         return CheckpointCorruptError(
-            f"{what}: the checkpoint is damaged, or was deleted or overwritten meanwhile; load "
+            f"{what}: the checkpoint is damaged, or was deleted or overwritten meanwhile; use "
             "another checkpoint",
             uri=uri,
             item=item,
@@ -287,7 +287,8 @@ class Download:
 
         Args:
             request: The segments.
-            into: The memory for them, from the first byte of the first to the end of the last.
+            into: The memory for the bytes from the start of the first segment to the end of the
+                last.
 
         Raises:
             CheckpointCorruptError: If the object is missing, was replaced, or has another size.
@@ -329,7 +330,7 @@ class Download:
         """Verifies the received bytes; fetches the request once more if a checksum does not match.
 
         Raises:
-            CheckpointCorruptError: If one does not match again, or bytes are missing.
+            CheckpointCorruptError: If a checksum does not match again, or bytes are missing.
         """
         if not (bad := self._verify(plan)):
             return
@@ -337,11 +338,11 @@ class Download:
         logger.warning("%s: the checksum of %s did not match; reading it again", uri, bad[0].item)
         self._receive(request, views)
         if bad := self._verify(plan):
-            first, others = bad[0], f" (and {len(bad) - 1} more blocks)" if bad[1:] else ""
+            first, others = bad[0], f" (other blocks: {len(bad) - 1})" if bad[1:] else ""
             raise CheckpointCorruptError(
                 f"bytes {first.start} to {first.stop} of the object{others} did not match their "
-                "checksums, also when read again: the object is damaged; restore it, or load an "
-                "older checkpoint",
+                "checksums, also when read again: the object is damaged; use another checkpoint, "
+                "or put an intact copy of the object in its place",
                 uri=uri,
                 item=first.item,
                 damages=bad,

@@ -264,7 +264,7 @@ class ScatterPlan:
         """Returns the views to receive into, in the order of the object's bytes.
 
         Args:
-            scratch: Memory of ``scratch_bytes`` bytes, from a pool of tensors; None if these are 0.
+            scratch: Memory of ``scratch_bytes``, from a pool of tensors; None if that is 0.
         """
         memory = memoryview(b"") if scratch is None else scratch.view
         order: list[memoryview] = []

@@ -56,7 +56,7 @@ def shows_its_memory(tensor: torch.Tensor) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether all elements have memory: False if it was freed or shrunk, or is fake."""
+    """Returns whether all elements have memory: False if it was freed, or the tensor is fake."""
     return tensor.numel() == 0 or memory_of(tensor) is not None
 
 

@@ -20,7 +20,7 @@ _SLABS = 16
 class Lease:
     """A block of lent memory, which returns to its pool when every holder has released it.
 
-    As a context manager it is released at the end of the block.
+    As a context manager, it is released at the end of the ``with`` statement.
 
     Attributes:
         memory: The object that keeps ``view`` valid; a tensor, if the pool makes tensors.

@@ -150,7 +150,7 @@ def open_store(uri: CheckpointURI, config: Config) -> ObjectStore:
 
     Raises:
         StoreError: If there are no usable credentials, or none are available in time.
-        ConfigError: If the store can't be reached with these options.
+        ConfigError: If the options or variables are not valid for this store.
         MissingDependencyError: If the store's packages are not installed.
     """
     return Retrier(config.retry).call(lambda: registry.open_store(uri, config))
@@ -177,7 +177,7 @@ class _Pauses:
         spent = now - self.first
         left = policy.deadline - spent
         if left <= 0 or self.failures == policy.attempts:
-            error.message += f" (gave up after {self.failures} tries in {spent:.1f} s)"
+            error.message += f" (gave up after try {self.failures}, {spent:.1f} s after the first)"
             return None
         last = self.last or policy.base or policy.cap / 100  # a base of 0 would never grow
         # jitter, also at the cap: many ranks fail together, and would otherwise return together
@@ -258,8 +258,8 @@ def retry_if_replaced(load: Callable[[], T]) -> T:
             overtaken += 1
             if overtaken >= _RESTARTS:
                 raise CheckpointReplacedError(
-                    f"what is here was replaced or deleted {overtaken} times while it was read: "
-                    "read a location that is not overwritten, or stop the job that writes here",
+                    f"the checkpoint or file was replaced or deleted {overtaken} times while it "
+                    "was read: use another location, or stop the job that overwrites this one",
                     times=overtaken,
                     uri=error.uri,
                     cause=error.cause,

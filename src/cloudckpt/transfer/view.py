@@ -68,8 +68,8 @@ class View:
     def level(self, prefix: str, *, is_patient: bool = True) -> list[ObjectInfo | str]:
         """Returns the first :data:`AT_FIRST` entries directly beneath `prefix`, or all if fewer.
 
-        An entry is an object, or the name of a folder. It takes one request, however many keys are
-        there or beneath the folders.
+        An entry is an object, or the name of a folder. This takes one request, however many keys
+        begin with `prefix`.
 
         Args:
             prefix: The folder; empty, or ends in a slash.

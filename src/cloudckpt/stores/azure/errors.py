@@ -50,7 +50,7 @@ _MEANINGS = (
         "the account can't use the key vault that has its encryption key: check the vault and "
         "its firewall, the key, and the permissions of the account's managed identity there",
     ),
-    Meaning(".*Lease.*", errors.InvalidRequestError, "a program's lease forbids this; end it"),
+    Meaning(".*Lease.*", errors.InvalidRequestError, "a lease forbids this; break the lease"),
     Meaning("TlsVersionNotPermitted", errors.TLSError),
     Meaning("ServerBusy", errors.ThrottledError),
     Meaning("(Container|Filesystem)BeingDeleted|AccountBeingCreated", errors.ServerError),

@@ -257,7 +257,7 @@ def _dialect(options: S3Options, bucket: str, host: str, uri: str, *, is_amazon:
         row = DIALECTS[options.dialect]
     given = ", ".join(name for name in sorted(row.unsupported_options) if getattr(options, name))
     if given:
-        why = f"{row.title} does not support these options of S3Options: {given}; leave them out"
+        why = f"{row.title} does not support all S3Options that are set: leave out {given}"
         raise ConfigError(why, uri=uri)
     return row
 

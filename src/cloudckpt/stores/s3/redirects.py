@@ -79,9 +79,7 @@ def redirected_read(
             yield reply
             return
         if unseen is not None:  # the next try has the credentials that the GET was accepted with
-            text = (
-                "the store refused a HEAD request, but not a GET: check what the credentials permit"
-            )
+            text = "the store permits reading this object, but denies HEAD requests: grant these"
             raise ServerError(text, cause=unseen)
         target = _checked(reply.headers.get("Location", ""), url, uri)
         reply.close()

@@ -143,8 +143,8 @@ class S3Store(XmlStore):
         except InvalidRequestError as error:
             if if_version is not None and error.status == _NOT_IMPLEMENTED:
                 error.message = (
-                    "the store supports no condition when an upload is completed, which would keep "
-                    "other writers apart: if only one job at a time writes to this location, set "
+                    "the store can't complete an upload on the condition that no other writer was "
+                    "faster: if only one job at a time writes to this location, set "
                     "Config(conditional_writes='off') or CLOUDCKPT_CONDITIONAL_WRITES=off"
                 )
             raise
