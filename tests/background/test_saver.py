@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import cloudckpt
@@ -149,14 +149,10 @@ def test_closing_again_does_what_an_interrupt_has_kept_from_being_done(local, ga
 # ---- failures
 
 
-@pytest.mark.parametrize(("is_alive", "why"), [(True, "ulimit -u"), (False, "shutting down")])
-def test_a_saver_whose_thread_can_not_be_started_is_not_made(is_alive, why, monkeypatch):
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+def test_a_saver_whose_thread_can_not_be_started_is_not_made(monkeypatch):
+    refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: is_alive)
-    with pytest.raises(errors.AsyncSaveError, match=why):
+    with pytest.raises(errors.AsyncSaveError):
         saver()
 
 
@@ -175,16 +171,6 @@ def test_a_failure_that_is_kept_does_not_keep_the_staged_copy(local, stager):
     assert step_at(local) == 2
 
 
-class Failing:
-    """A Stateful that can't tell its state."""
-
-    def state_dict(self) -> dict:
-        raise RuntimeError("no state today")
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        raise NotImplementedError
-
-
 def test_a_stateful_value_is_asked_when_the_save_is(local, gate):
     model = torch.nn.Linear(40, 3)
     expected = {key: value.clone() for key, value in model.state_dict().items()}
@@ -195,7 +181,8 @@ def test_a_stateful_value_is_asked_when_the_save_is(local, gate):
             model.weight.zero_()
         gate.open()
         future.result(PATIENCE)
-        error = one.save({"model": Failing()}, local.writer()).written.exception(PATIENCE)
+        model.state_dict = mock.Mock(side_effect=RuntimeError("no state today"))
+        error = one.save({"model": model}, local.writer()).written.exception(PATIENCE)
         assert "no state today" in str(error)
     loaded = {"model": blank_like(expected)}
     cloudckpt.load(loaded, checkpoint_id=local.uri, config=local.config)
@@ -271,6 +258,15 @@ def test_an_asynchronous_stager_of_torchs_gives_two_futures(local):
     )
     cloudckpt.checkpointer.close_async_savers()
     stager.close()
+
+
+def test_a_stager_is_synchronized_before_its_copy_is_saved(local):
+    stager = mock.Mock(AsyncStager, should_synchronize_after_execute=True)
+    stager.stage.return_value = copied = blank_like(filled(3, SMALL))
+    stager.synchronize_staging.side_effect = lambda: copied.update(filled(3, SMALL))
+    with AsyncSaver(no_dist=True, stager=stager) as one:
+        one.save(filled(3, SMALL), local.writer()).written.result(PATIENCE)
+    assert step_at(local) == 3
 
 
 @pytest.mark.parametrize("is_future", [False, True])

@@ -21,7 +21,6 @@ from cloudckpt.checkpoint.shard import send_here
 from cloudckpt.dcp.failures import release_frames
 from cloudckpt.dcp.writer import CloudStorageWriter, OurWriter
 from cloudckpt.errors import (
-    AsyncSaveError,
     CloudCheckpointError,
     ProcessGroupError,
     SaveInProgressError,
@@ -283,10 +282,10 @@ def _as_ours(error: BaseException, where: str) -> CloudCheckpointError:
         if error.uri is None and where:
             error.uri = where
         return error
-    made: AsyncSaveError = StagingError(
+    made = StagingError(
         "the state dict could not be built or copied for a background save; see the cause",
+        uri=where or None,
         cause=error,
     )
-    made.uri = where or None
     made.__cause__ = error
     return made

@@ -391,6 +391,9 @@ class AsyncSaver:
             save.staged.set_result(None)
             return
         save.stage(stager.stage(state))
+        must_wait = getattr(stager, "should_synchronize_after_execute", False)
+        if must_wait and not save.is_staged_in_background:
+            stager.synchronize_staging()  # until then, the copy may be incomplete
 
     def _carry_out(self, save: Save) -> Metadata:
         """Saves a copy; runs in the saving thread."""
@@ -499,16 +502,14 @@ def _has_ranks() -> bool:
 
 def _ended_error(closed: bool, where: str, cause: RuntimeError | None) -> AsyncSaveError:
     """Returns the error of a save that can't run: the saver was closed, or no thread starts."""
-    error: AsyncSaveError
+    error = AsyncSaveError(
+        "no thread can be started for a background save. If the interpreter is shutting down, "
+        "start the last save before the script ends, not in an atexit handler; else lower the "
+        "number of threads, or raise the limit of the process (ulimit -u)",
+        cause=cause,
+    )
     if closed:
         error = ClosedError("the saver was closed, so it can't save: make a new one")
-    else:
-        error = AsyncSaveError(
-            "no thread can be started for a background save. If the interpreter is shutting down, "
-            "start the last save before the script ends, not in an atexit handler; else lower the "
-            "number of threads, or raise the limit of the process (ulimit -u)",
-            cause=cause,
-        )
     error.uri, error.__cause__ = where or None, cause
     return error
 
