@@ -28,7 +28,9 @@ __all__ = ["async_save", "close_async_savers"]
 _lock = module_lock()
 # the group itself keeps it alive, since ids may be reused
 _Key = tuple[int, dist.ProcessGroup | None, AsyncCheckpointerType, BackgroundOptions]
-"""The process, the group that saves (None: the process alone), and settings of a saver."""
+"""The key of a saver: the ID of its process, the group that saves (None: the process alone), the
+kind of checkpointer, and the options.
+"""
 _savers: dict[_Key, AsyncSaver] = {}
 _closing: list[AsyncSaver] = []
 

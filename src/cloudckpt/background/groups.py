@@ -27,7 +27,7 @@ START_TIMEOUT = 300.0
 
 
 _CONNECT, _CONNECT_EACH = 30.0, 0.1
-"""Seconds, and extra seconds per rank, for ranks that have all arrived to connect."""
+"""Seconds, and extra seconds per rank, within which ranks must connect once all have arrived."""
 
 _LONGEST_PAUSE = 1.0
 """Maximum seconds between two checks of the store for ranks that are late."""

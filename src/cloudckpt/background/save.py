@@ -236,7 +236,11 @@ class Save:
     def _result_of(
         self, carry_out: Callable[[Save], Any]
     ) -> tuple[Any, None] | tuple[None, BaseException]:
-        """Returns the result and None, or None and the error."""
+        """Waits for the copy and calls ``carry_out``.
+
+        Returns:
+            The result and None; or None and the error, if either has failed.
+        """
         try:
             unstaged = self.staged.exception()  # waits for the copy
             if self.failure is None and unstaged is not None:

@@ -43,9 +43,9 @@ from cloudckpt.transfer.memory import (
 __all__ = ["Layout", "StagedState", "Stager"]
 
 _CHUNK = 16 * 1024 * 1024
-"""Bytes that one call copies."""
+"""Maximum bytes that one call copies."""
 _WORTH_THREADS = 32 * 1024 * 1024
-"""Bytes from which on a copy is divided between threads."""
+"""Minimum bytes of a copy that is divided between threads."""
 _SHRINK = 2
 """An arena of more than this many times the size needed, and of over 16 MiB, is replaced."""
 
@@ -559,7 +559,7 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
 
 
 def _plain(container: Any, copies: dict[Any, Any]) -> Any:
-    """Returns a plain dict or list of a container's entries, copied ones replaced by ``copies``."""
+    """Returns a container's entries as a dict or list, with the copies of those in ``copies``."""
     made: Any = dict(container.items()) if isinstance(container, Mapping) else list(container)
     for key, entry in copies.items():
         made[key] = entry

@@ -3,9 +3,9 @@
 An item (a rank's chunk of a tensor, or a pickled value) is identified by a digest of 128 bits
 (XXH3) of its bytes, its element type and its shape. A checkpoint that was saved with
 ``Config(incremental=True)`` has the digest of each item in its metadata. A save computes the
-digests of its own items, and does not send an item whose digest the earlier checkpoint has: the new
-checkpoint names the object that has the item's bytes, directly: after any number of incremental
-saves, no reader has to go through the checkpoints in between.
+digests of its own items, and does not send an item whose digest the earlier checkpoint has.
+Instead, the new checkpoint names the object with these bytes directly: after any number of
+incremental saves, no reader has to go through the checkpoints in between.
 
 XXH3 is not a cryptographic hash. Two different items from training share a digest by chance once in
 10^38 pairs; constructing tensors with equal digests can only corrupt one's own checkpoint. The

@@ -295,9 +295,9 @@ def no_longer_needed(
 ) -> Sequence[str]:
     """Returns the keys of a deleted or replaced checkpoint's objects that are no longer needed.
 
-    If this can't be determined, it returns no keys and logs a warning: a later sweep deletes the
-    objects. It deletes the marks by which the checkpoint has protected objects of other checkpoints
-    (:mod:`cloudckpt.checkpoint.references`).
+    If this can't be determined, the function returns no keys and logs a warning: a later sweep
+    deletes the objects that cloudckpt wrote. The function also deletes the marks by which the
+    checkpoint has protected objects of other checkpoints (:mod:`cloudckpt.checkpoint.references`).
 
     Args:
         store: The store.

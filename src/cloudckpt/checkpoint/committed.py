@@ -33,7 +33,7 @@ __all__ = ["CommitObject", "Fetched", "fetch", "read_commit"]
 logger = logging.getLogger("cloudckpt")
 
 _TAIL = 4 * 1024 * 1024
-"""Bytes of the first request: the record of half a million chunks, or all of a small object."""
+"""Bytes that are read first: the record of half a million chunks, or all of a small object."""
 _MOST_BYTES = 1 << 33
 """Maximum bytes of a commit object: torch's pickle of ten million shards takes some two billion."""
 

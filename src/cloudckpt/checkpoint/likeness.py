@@ -68,7 +68,7 @@ class _Digest:
         self._known: dict[int, tuple[bytes, object]] = {}
 
     def add(self, value: Any) -> None:
-        """Adds a value to the hash, with the name of its class for contents that can't be read."""
+        """Adds a value to the hash; if its contents can't be read, the name of its class."""
         kind = type(value)
         if kind in _ATOMS:
             self._put(f"{kind.__name__} {value!r}")
@@ -145,7 +145,7 @@ def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
     A contiguous tensor in host memory is yielded itself, if it is not a negated or conjugate view.
     Any other is divided into slices of at most 64 MiB, or of one index of the first dimension.
-    These are copied, unless they are contiguous in host memory and no such views.
+    A slice is copied, unless it is contiguous in host memory and no such view.
     """
     if is_plain(tensor):
         yield tensor

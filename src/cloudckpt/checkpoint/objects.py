@@ -342,7 +342,7 @@ _DIGITS = frozenset("0123456789")
 
 
 def natural_order(text: str) -> list[tuple[bool, int, str]]:
-    """Returns a sort key by which numbers in names count: step-200 comes before step-1000."""
+    """Returns a sort key that compares numbers in names by value: step-200 before step-1000."""
     return [
         (part[:1] in _DIGITS, int(part) if part[:1] in _DIGITS else 0, part)
         for part in re.split(r"([0-9]+)", text)

@@ -71,8 +71,8 @@ def per_rank(value: T) -> PerRank[T]:
     It may be an entry anywhere in the dicts and lists of a state dict, or of the ``state_dict()``
     of a ``Stateful``. The value may be anything that a state dict can hold: numbers, tensors,
     dicts, a ``Stateful``. To load, put a ``per_rank`` under the same key; afterwards its ``value``
-    and ``all`` have the loaded values, see :class:`PerRank`. Values that are loaded in place, such
-    as a model's tensors, are also filled.
+    and ``all`` have the loaded values, see :class:`PerRank`. A value with tensors, such as a
+    model's state, is loaded in place.
 
     >>> state = {"model": model, "rng": cloudckpt.per_rank(torch.get_rng_state())}  # doctest: +SKIP
     >>> cloudckpt.load(state, checkpoint_id="s3://bucket/run/step-9")  # doctest: +SKIP

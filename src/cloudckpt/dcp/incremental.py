@@ -144,7 +144,9 @@ def _tell_no_base(uri: CheckpointURI, base: CheckpointURI | None, why: object) -
 
 
 _Steps = tuple[GroupRef, CheckpointURI, tuple[str, ...]]
-"""Steps of a run: the group that saves, their parent folder, their names without the numbers."""
+"""Identifies steps of one run: the group that saves them, their parent folder, and their names
+without the numbers.
+"""
 
 _bases: dict[_Steps, tuple[CheckpointURI, Base]] = {}
 _lock = module_lock()

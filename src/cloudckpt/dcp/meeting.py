@@ -73,9 +73,9 @@ if sys.version_info < (3, 14):
     atexit.register(let_finish)
 
 FIRST_LINE = 15.0
-"""Seconds of waiting before it is logged who is missing."""
+"""Seconds of waiting before a rank logs which other ranks are missing."""
 LOADING = "while the checkpoint was loaded"
-"""The ``during`` of :meth:`Meeting.exchange` in a load."""
+"""The argument ``during`` of :meth:`Meeting.exchange` in a load."""
 _ECHOES = (RanksFailedError, TransferCancelledError)
 """Errors of ranks that fail because others have failed."""
 _MARKED_AFTER = 0.5  # seconds of waiting after which a rank is marked as waiting
