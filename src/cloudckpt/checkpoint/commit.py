@@ -334,7 +334,7 @@ def _elsewhere(uri: CheckpointURI, record: WrittenObject, what: str) -> Differen
     """
     return DifferentCheckpointsError(
         f"rank {record.rank} wrote {record.name} ({record.size} bytes), which {what} for the "
-        "rank that commits: unless another program deleted it, they write to different stores. "
+        "rank that commits: unless another program deleted it, ranks write to different stores. "
         "Compare what selects the store on all ranks: endpoint_url, AWS_ENDPOINT_URL and similar "
         "variables, the account; for a path, the mount. Nothing was committed",
         uri=str(uri),

@@ -30,9 +30,9 @@ _ROWS = {
     "converted": "converted",
     "left_alone": "left as it was, although the checkpoint has an entry of this name",
     "optimizer": "optimizer state not loaded, as the state dict has no entries for it: an "
-    "optimizer that has made no step, or whose parameters are frozen, has none; take both from "
+    "optimizer that has made no step, or whose parameters are frozen, has none; get its state from "
     "torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
-    "doubtful": "loaded, and changed by torch",
+    "doubtful": "loaded, but changed by torch in an optimizer",
 }
 
 _CAST = (
