@@ -94,12 +94,13 @@ def test_a_save_is_due_when_its_seconds_have_passed(run) -> None:
         assert 1 <= len({*saved} - {None}) <= 3
 
 
-def test_a_step_that_exists_is_refused_if_the_options_say_so(run) -> None:
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_step_that_exists_is_refused_if_the_options_say_so(run, restores) -> None:
     fill(run, 1)
     with managed(run, Config(overwrite=False), asynchronous=True) as manager:
-        assert manager.restore(state()) == 1
+        assert not restores or manager.restore(state()) == 1
         manager.save(1, state(8), force=True)
-        with pytest.raises(errors.CheckpointExistsError):
+        with pytest.raises(errors.CheckpointExistsError, match="overwrite=True"):
             manager.wait_until_finished()
 
 

@@ -253,15 +253,16 @@ class OwnLine(CommitHook):
         return Notes(job=self.claimed_by, continues=self._continues)
 
     def explain(self, error: CloudCheckpointError) -> None:
-        """Rewrites the message of a CheckpointExistsError if the job did not call ``restore()``.
+        """Rewrites a CheckpointExistsError that a job gets because it did not call ``restore()``.
 
-        In such a job only a save with ``force`` replaces a step, whatever ``Config.overwrite`` is.
+        In such a job only a save with ``force`` replaces a step, although ``Config.overwrite`` is
+        on. If that is off, the message is already right.
         """
-        if isinstance(error, CheckpointExistsError) and not self.has_restored:
+        is_on = self.run.config.overwrite
+        if isinstance(error, CheckpointExistsError) and is_on and not self.has_restored:
             error.message = (
-                "this step already has a checkpoint of another training, and this job did not "
-                "call restore(): call restore() first, give the job its own folder, or replace "
-                "the step with force=True"
+                "this step already has a checkpoint, perhaps of another training: call restore() "
+                "first, give the job its own folder, or replace the step with force=True"
             )
 
     def _claim_run(self, *, saves: bool) -> tuple[str, bool]:
@@ -377,8 +378,8 @@ class OwnLine(CommitHook):
         if (newest := next(filter(self.run.is_committed, steps), None)) is not None:
             logger.warning(
                 "%s has steps up to %d, but this job did not call restore(), or only with source=. "
-                "It begins a new training, which the next job will restore. To continue the old "
-                "steps, restart it with restore() before a save; else only force=True replaces one",
+                "It begins a new training, which the next job will restore; only force=True "
+                "replaces old steps. To continue those, start the job with restore() before a save",
                 self.run.root,
                 newest,
             )
