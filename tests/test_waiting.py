@@ -98,7 +98,7 @@ def test_requests_that_fail_together_share_their_lines(clock, lines):
     for context, request in zip(contexts, requests, strict=True):
         context.run(request.__exit__)
     assert [when for when, _ in lines] == [10.0, 20.0]
-    assert "15 other operations wait, too" in lines[-1][1]
+    assert "other operations that wait: 15" in lines[-1][1]
 
 
 def test_a_try_that_moves_no_byte_is_said_with_its_request(clock, lines):

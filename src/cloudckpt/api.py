@@ -154,8 +154,8 @@ def load(
     again with the newer one, a few times: everything loaded comes from one save.
 
     Args:
-        state_dict: The entries to load: its keys select them, its tensors receive them and
-            determine how they are sharded.
+        state_dict: The state dict to load into: its keys select the entries, and its tensors
+            receive the values, and determine how these are sharded.
         checkpoint_id: ``s3://bucket/path`` or another location; required without a reader.
         storage_reader: A reader of this package; it loads from ``checkpoint_id`` if that is given,
             too. None to make one with ``config`` and ``trust_pickle``.

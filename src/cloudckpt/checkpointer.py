@@ -155,7 +155,7 @@ class Checkpointer(ClosedAtExit):
 
         Returns:
             None if the checkpoint is committed; otherwise two futures: the first is done when the
-            trainer may change its tensors, the second when the save is.
+            trainer may change its tensors, the second when the save has ended.
 
         Raises:
             ClosedError: If the checkpointer was closed.
@@ -260,7 +260,7 @@ class Checkpointer(ClosedAtExit):
         self._check_open()
         known = {"planner", "notes", "base", "keep_existing", "is_first"}
         if unknown := sorted(set(kwargs) - known):
-            raise ConfigError(f"save() has no argument {' or '.join(unknown)}: correct the call")
+            raise ConfigError(f"save() accepts only the keywords {sorted(known)}, not {unknown}")
         if isinstance(state_dict, (str, os.PathLike)):
             raise ConfigError(
                 "save() needs the location as its first argument: save(uri, state_dict)"

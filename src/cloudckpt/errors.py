@@ -358,7 +358,7 @@ class IncompleteSaveError(CheckpointError):
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes of a checkpoint that differ from those written.
+    """Damage to one object of a checkpoint: the object is missing, or has bytes that are wrong.
 
     Attributes:
         object: The URI of the object.
@@ -380,8 +380,9 @@ class CheckpointCorruptError(CheckpointError):
     """Bytes of the checkpoint are missing, were replaced, or do not match their checksum.
 
     Attributes:
-        damages: All damage that a verification has found; of a load, that of the request that
-            failed first. By default one entry for the object at ``uri``; empty if ``uri`` is None.
+        damages: The damage found. A verification lists all of it; a load, only the damage in the
+            request that failed first. By default one entry for the object at ``uri``; empty if
+            ``uri`` is None.
     """
 
     def __init__(self, message: str, *, damages: Sequence[Damage] = (), **context: Any) -> None:

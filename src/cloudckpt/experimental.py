@@ -85,7 +85,7 @@ class CloudCheckpointWriter(CheckpointWriter):
     def write(self, path: str, state_dict: dict[str, Any], **kwargs: Any) -> Future[None] | None:
         """Sends the state; then calls ``pre_commit``, waits at the barrier, calls ``post_commit``.
 
-        The hook and the barrier are left out if none were given. Besides the state it takes
+        The hook and the barrier are left out if none were given. Besides the state, a write needs
         ``memory_budget`` bytes of host memory (64 MiB by default; more for files above about 100
         GiB), and room for one storage at a time if the tensors are on an accelerator.
 
@@ -237,8 +237,8 @@ class _Part(NamedTuple):
 def _merged(target: Any, source: Any, path: str, part: _Part) -> Any:
     """Returns ``target`` with the file's values in place of its own; tensors are filled later.
 
-    Dicts are changed in place, and lists made anew. In place of None, and of any other value, the
-    file's value is returned.
+    Dicts are changed in place, and lists made anew. Any other value, also None, is replaced by the
+    file's value.
 
     Args:
         target: A value of the state dict.

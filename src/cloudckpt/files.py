@@ -99,7 +99,8 @@ def save_file(
         CheckpointExistsError: If there is an object, ``overwrite`` is off, and no condition is
             given.
         ConfigError: If a condition is given or ``overwrite`` is off, and the store is known or
-            configured not to honour conditions; or if both conditions are given.
+            configured not to honour conditions; if both conditions are given; or if an option is
+            invalid.
         TypeError: If ``data`` is a string, or anything else not listed above.
         OSError: If the local file can't be read.
         StoreError: If the store refuses the request or stays unreachable.
@@ -162,9 +163,10 @@ def load_file(
         InvalidURIError: If ``uri`` does not name a file.
         ObjectNotFoundError: If there is no such object; also a FileNotFoundError.
         PreconditionFailedError: If the object does not have the version ``if_version``.
-        CheckpointCorruptError: If the bytes do not match the store's checksum, or those of a second
-            read, twice.
+        CheckpointCorruptError: If, in each of two attempts, the bytes differ from the store's
+            checksum or, if the store keeps none, from those of a second read.
         CheckpointReplacedError: If the object was replaced during each of several tries.
+        ConfigError: If an option is invalid.
         StoreError: If the store refuses the request or stays unreachable.
     """
     location, config = CheckpointURI.parse(uri), config_or_default(config)
@@ -190,7 +192,7 @@ def _load(store: ObjectStore, key: str, if_version: str | None, config: Config) 
         if is_last:
             raise CheckpointCorruptError(
                 "the object does not match its checksum, or gives other bytes each time it is "
-                "read; restore it, or read it with Config(verify=False)",
+                "read; replace it by a backup, or read it with Config(verify=False)",
                 uri=store.uri(key),
             )
         logger.warning("%s is read again, as the checksums differ", store.uri(key))
@@ -268,7 +270,7 @@ def _put_on_condition(
     if config.conditional_writes == "off":
         raise ConfigError(
             "if_absent, if_version and overwrite=False need conditional writes, which are off: set "
-            "Config(conditional_writes='auto') if the store supports them, else leave those out",
+            "Config(conditional_writes='auto') if the store supports them, else use none of these",
             uri=store.uri(key),
         )
     retrier = Retrier(config.retry)

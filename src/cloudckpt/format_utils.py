@@ -95,6 +95,7 @@ def kind_of(uri: URILike, *, config: Config | None = None) -> Kind:
 
     Raises:
         CheckpointNotFoundError: If there is neither a committed checkpoint nor a file.
+        ConfigError: If an option is invalid.
         InvalidURIError: If `uri` is not a valid location.
         StoreError: If the store refuses the request or stays unreachable.
     """
@@ -142,7 +143,9 @@ def dcp_to_torch_save(
         UntrustedPickleError: If a pickle in it would run code that is not on the allow-list.
         CheckpointExistsError: If there is a file and ``overwrite`` is off.
         CheckpointError: If ``torch.save`` can't write the content.
-        InvalidURIError: If a location can't be used for its purpose.
+        ConfigError: If an option is invalid.
+        InvalidURIError: If a location is not valid, both are the same, or ``target`` names no file,
+            or one with the extension of another format.
         StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
     config = config_or_default(config)
@@ -183,7 +186,8 @@ def dcp_to_dcp(
         CheckpointExistsError: If there is a checkpoint at ``target`` and ``overwrite`` is off.
         CheckpointConflictError: If another writer commits at ``target`` meanwhile.
         CommitUnknownError: If the store did not report whether it carried out the commit.
-        InvalidURIError: If a location can't be used for its purpose.
+        ConfigError: If an option is invalid, or ``target`` is the folder of a run.
+        InvalidURIError: If a location is not valid, or both are the same.
         StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
     config = config_or_default(config)
@@ -255,7 +259,9 @@ def torch_save_to_dcp(
         CheckpointExistsError: If there is a checkpoint and ``overwrite`` is off.
         CheckpointConflictError: If another writer commits at ``target`` meanwhile.
         CommitUnknownError: If the store did not report whether it carried out the commit.
-        InvalidURIError: If a location can't be used for its purpose.
+        ConfigError: If an option is invalid, or ``target`` is the folder of a run.
+        InvalidURIError: If a location is not valid, both are the same, or ``source`` can't be a
+            file, such as a bucket.
         StoreError: If a store refuses a request or stays unreachable, or the disk is full.
     """
     config = config_or_default(config)

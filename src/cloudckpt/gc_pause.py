@@ -43,7 +43,7 @@ _pauses: weakref.WeakSet[_Pause] = weakref.WeakSet()
 
 
 def paused_gc() -> _Pause:
-    """Returns a context manager that pauses automatic collection; not for use across I/O.
+    """Returns a context manager that pauses automatic garbage collection; keep I/O out of it.
 
     Blocks may be nested and overlap. A collector that the program has disabled stays disabled.
     """

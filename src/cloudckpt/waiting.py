@@ -20,10 +20,10 @@ __all__ = ["FIRST_LINE", "LONGEST_SILENCE", "Waiting", "current", "is_stuck"]
 logger = logging.getLogger("cloudckpt")
 
 FIRST_LINE = 10.0
-"""Seconds from the beginning of an operation, or without a byte, before a line is logged."""
+"""Seconds that an operation has to take, or not to move a byte, before a line is logged."""
 LONGEST_SILENCE = 60.0
-"""Maximum seconds after a line in which no other is logged. After the first line these are 10
-seconds, and after each further line twice as many as before, up to this.
+"""The longest pause between two log lines, in seconds. The first pause is 10 seconds; each further
+one is twice as long as the pause before, up to this length.
 """
 
 
@@ -74,7 +74,7 @@ class Waiting:
         """Notes a failed try, and logs it if the operation has taken ``FIRST_LINE`` seconds.
 
         It is also logged if the pause before the next try is at least that long: nothing can be
-        logged during it. In both cases it is left out soon after another line
+        logged during the pause. In both cases nothing is logged if the last line is too recent
         (``LONGEST_SILENCE``).
 
         Args:
@@ -106,7 +106,7 @@ class Waiting:
         end = f"{self._deadline:g} s after the first failed try"
         if self._until is not None:
             end = f"at {_moment(self._until - now)}"
-        more = f"; {others} other operations wait, too" if others else ""
+        more = f"; other operations that wait: {others}" if others else ""
         logger.warning(
             "still waiting for the store: %s (since %s; failed tries: %d; gives up %s%s)",
             why,

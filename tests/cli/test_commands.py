@@ -330,4 +330,4 @@ def test_diff_shows_what_differs_and_what_it_can_not_tell(cli, run, tmp_path):
     assert cli("diff", run / "step-1", run / "step-4", "--json").json["are_same"] is False
     ended = cli("diff", run / "step-1", tmp_path / "torch")
     assert (ended.code, {row[0] for row in ended.rows}) == (2, {"unknown"})
-    assert "2 entries can't be compared by their checksums" in ended.err
+    assert "can't be compared by their checksums (verdict: unknown), and may differ: 2" in ended.err

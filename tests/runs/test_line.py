@@ -106,8 +106,7 @@ def test_abandoned_steps_that_stay_are_logged_once(run, caplog) -> None:
         assert manager.restore(state(), step=20) == 20
         save(manager, 25, 35)
     assert [*states(run)] == [25, 30, 35, 40]
-    assert caplog.text.count("steps of another training are kept (30, 40)") == 1
-    assert caplog.text.count("are kept (") == 1
+    assert caplog.text.count("are kept (") == caplog.text.count("are kept (30, 40)") == 1
 
 
 def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, caplog) -> None:

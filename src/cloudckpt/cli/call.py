@@ -24,7 +24,7 @@ from cloudckpt.cli.output import print_json, print_table
 from cloudckpt.config import AzureOptions, Config, GCSOptions, S3Options, config_or_default
 
 RUNS, CHECKPOINTS, PLACES = "Runs", "Checkpoints", "Places"
-"""The panels of the help."""
+"""The headings under which the help lists the commands."""
 
 _OTHER_NAMES = {
     "as_json": ["--json"],
@@ -251,6 +251,6 @@ def _of_store(given: Mapping[str, Any], **wanted: str | None) -> dict[str, Any]:
     fitting = [cloud for cloud in clouds if all(hasattr(_OPTIONS[cloud], name) for name in options)]
     if len(fitting) != 1:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        why = "several clouds: set CLOUDCKPT_* instead" if fitting else "no cloud with this option"
-        raise typer.BadParameter(f"{names}: the locations are in {why}")
+        why = "several clouds; set CLOUDCKPT_* instead" if fitting else "no cloud with such options"
+        raise typer.BadParameter(f"leave out {names}: the locations are in {why}")
     return {fitting[0]: _OPTIONS[fitting[0]](**options)}

@@ -60,9 +60,7 @@ def _print_notes(contents: "CheckpointContents", items: "tuple[StoredItem, ...]"
     """Prints the notes and other facts of a checkpoint beneath the table of its entries."""
     print(f"entries: {len(items)}, {Size(sum(item.nbytes for item in items))}")
     for uri, nbytes in contents.shared.items():
-        print(
-            f"{Size(nbytes)} of it is shared with {safe(uri)}, which must stay in the same folder."
-        )
+        print(f"{Size(nbytes)} are shared with {safe(uri)}: run cloudckpt unshare before a move.")
     if not contents.has_checksums:
         print("The checkpoint has no checksums, as another program has saved it.")
     if contents.notes.step is not None:
@@ -107,8 +105,8 @@ def diff(call: Call, first: str, second: str, pattern: str = "*") -> None:
         print(", ".join(f"{counts[verdict]} {verdict}" for verdict in sorted(counts)) or "empty")
     if comparison.are_same is None:
         fail(
-            f"{counts['unknown']} entries can't be compared by their checksums (verdict: unknown), "
-            "so they may differ: load both checkpoints to compare them",
+            "entries that can't be compared by their checksums (verdict: unknown), and may differ: "
+            f"{counts['unknown']}; load both checkpoints to compare them",
             _TROUBLE,
         )
     raise typer.Exit(_SAME if comparison.are_same else _DIFFERENT)

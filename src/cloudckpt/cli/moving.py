@@ -15,7 +15,7 @@ from cloudckpt.errors import CheckpointCorruptError
 def verify(call: Call, checkpoint: str, *, ranks: bool | None = None) -> None:
     """Read all of a checkpoint and compare each block with its checksum.
 
-    Lists every damaged range: item, object, what is wrong, the first byte and the one after the
+    Lists every damaged range: item, object, what is wrong, its first byte, and the byte after its
     last. If torchrun starts the command, the ranks divide the work.
 
     Args:

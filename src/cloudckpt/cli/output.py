@@ -82,7 +82,7 @@ def print_table(
     Args:
         rows: The rows, each with its fields by column head; heads are shown on a terminal only.
             Numbers are aligned to the right; None is an empty field.
-        styles: The style of each row that has a field with this text, by the text.
+        styles: Maps a text to the style of rows that have a field with exactly this text.
     """
     fields = [["" if cell is None else safe(str(cell)) for cell in row.values()] for row in rows]
     if not sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""Runs a command on the ranks of a launcher, of which only rank 0 prints.
+"""Runs a command on all ranks that a launcher has started; only rank 0 prints.
 
 ``WORLD_SIZE`` alone does not show that a launcher has started the command: pods of training jobs
 have it, with ``RANK`` and ``MASTER_ADDR``, and a command started in such a pod (``kubectl exec``)

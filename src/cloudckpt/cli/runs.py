@@ -190,7 +190,7 @@ def best(
     folder = Run(run, step_name=step_name, config=call.config)
     result = best_step(folder, Retention(best_metric=metric, best_mode=mode))
     if result is None:
-        what = f"no committed checkpoint here has the metric {metric!r}: see cloudckpt inspect"
+        what = f"no committed step has the metric {metric!r}: cloudckpt inspect shows all metrics"
         raise CheckpointNotFoundError(what, uri=run)
     step, score = result
     uri = str(folder.uri(step))
@@ -361,7 +361,7 @@ def sweep(call: Call, run: str, *, older_than: str = "24h") -> None:
     age = seconds(older_than)
     leftovers = sweeping.find_leftovers(run, older_than=age, config=call.config)
     for uri in leftovers.unread:
-        say(f"{uri} is damaged, so all in and beneath its folder is kept: restore or delete it")
+        say(f"{uri} is damaged, so all objects it may name stay: restore its backup, or delete it")
     if not call.dry_run and (leftovers.objects or leftovers.uploads):
         objects = f"{len(leftovers.objects)} objects ({as_size(leftovers.nbytes)})"
         call.confirm(f"Delete {objects} and {len(leftovers.uploads)} uploads in {safe(run)}?")

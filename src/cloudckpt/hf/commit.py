@@ -1,4 +1,4 @@
-"""Commits a model: its files and their index, of which readers see all or nothing.
+"""Commits a model, so that readers see all of its files and their index, or nothing.
 
 No store changes several objects at once, and the names of the files are those that transformers
 expects, so a new model mostly has the file names of the old one. So a model exists if one object
@@ -145,7 +145,7 @@ class ModelCommit:
         if self._older and not self._config.overwrite:
             raise CheckpointExistsError(
                 "a model, or a part of one, already exists here, and overwrite is off: delete it, "
-                "save to another location, or set Config(overwrite=True)",
+                "save elsewhere, or set Config(overwrite=True) (on the command line: --overwrite)",
                 uri=str(self._uri),
             )
         trial, setting = trial_name(random_suffix()), self._config.conditional_writes
@@ -276,7 +276,7 @@ class ModelCommit:
             raise CommitUnknownError(
                 "it is unknown whether the model was saved: the store did not confirm that it "
                 "joined the parts of the file, or that no other writer has saved a model here "
-                "meanwhile; check what is there, or save again",
+                "meanwhile; load the model to check it, or save again",
                 uri=self._store.uri(only.key),
                 cause=error,
             ) from error

@@ -1,8 +1,8 @@
 """Exports a committed checkpoint as a model in safetensors files, by store-side copies if possible.
 
-The store copies a part of a file if it is a range of one data object of the checkpoint. What is
-smaller than the smallest part that the store accepts (headers, small tensors, and with them the
-start of the next tensor) is sent by this process.
+The store copies a part of a file if that part is a range of one data object of the checkpoint. This
+process sends the pieces that are smaller than the smallest part that the store accepts: headers and
+small tensors, with the start of the next tensor.
 """
 
 from __future__ import annotations
@@ -104,6 +104,9 @@ def export_checkpoint(
             model, or None to leave the tensor out, as usual for ``optim.…``.
         config: Options for both locations; None reads them from the environment.
 
+    Returns:
+        The files that were written, their bytes, and the names of the entries left out.
+
     Raises:
         InvalidURIError: If a location is not valid, or if ``target`` is the location of a single
             file, or of the checkpoint.
@@ -168,7 +171,7 @@ class _Source:
         tensors: The tensors as they will be stored in the model, with their new names.
         names: For each new name, the tensor's name in the checkpoint.
         stored: The stored bytes of each tensor, in order, by its new name; None for a tensor whose
-            bytes in the checkpoint are not those in the files.
+            bytes have another type or order in the model's files.
         left_out: The names of the entries that are not exported.
         commit: The commit object of the checkpoint; None if it was not read.
     """
@@ -305,7 +308,7 @@ def _copied(
         if None not in (part.checksum, expected) and part.checksum != expected:
             raise CheckpointCorruptError(
                 f"bytes {start} to {stop} of the object do not match their checksum: the object "
-                "is damaged; restore it or export an older checkpoint",
+                "is damaged; replace it by a backup, or export an older checkpoint",
                 uri=origin.store.uri(info.key),
                 item=planned.source.item,
             )

@@ -73,8 +73,8 @@ def load(
     are valid, and that all ranges of a file are read from one version of the file.
 
     Args:
-        state_dict: The state dict to load into: its keys are the tensors to load, and its tensors
-            are filled in place, each with the shards that it has.
+        state_dict: The state dict to load into: its keys are the names of the tensors to load, and
+            its tensors are filled in place; of a sharded tensor, each rank fills its own shards.
         uri: The folder of the model, or one safetensors file.
         key_mapping: Called with each name in the files; returns the tensor's name in the state
             dict, or None to leave the tensor out.

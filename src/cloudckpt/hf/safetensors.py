@@ -179,7 +179,8 @@ def plan_files(
 
     Raises:
         ConfigError: If ``fqn_to_file`` leaves out a tensor, or has an invalid number.
-        UnsupportedTensorError: If safetensors files can't hold a tensor, or as many in one file.
+        UnsupportedTensorError: If safetensors files can't hold a tensor, or one file would have too
+            many.
     """
     by_number: dict[int, list[TensorPlan]] = {}
     number = filled = 0

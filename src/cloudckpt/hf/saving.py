@@ -63,11 +63,10 @@ def save(
     index, and readers see no model.
 
     Shards of a tensor that is divided along its first dimension are sent directly from tensor
-    memory. If they are smaller than a part of an upload, they are handed to the rank that sends the
-    part, which has one of its largest shards. So are shards of a tensor that is divided along
-    another dimension; a rank has one such tensor in memory at a time. Tied weights, which share
-    their memory, are written once: the file's metadata has the other names, which :func:`load`
-    reads.
+    memory. Shards that are smaller than a part of an upload are handed over to one rank, which
+    sends the part. The same applies to shards of a tensor that is divided along another dimension;
+    a rank has one such tensor in memory at a time. Tied weights, which share their memory, are
+    written once: the file's metadata has the other names, which :func:`load` reads.
 
     Args:
         state_dict: Tensors by name; the names of nested dicts are joined by dots. Replicated
@@ -252,7 +251,11 @@ class SafetensorsWriter(OurWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Sends this rank's parts; all ranks must call it."""
+        """Sends this rank's parts of the files, and returns a future that is done.
+
+        All ranks must call it. The result of the future describes the sent parts for
+        :meth:`finish`.
+        """
         task = plan.storage_data
         assert isinstance(task, _Task)
         meeting = Meeting.of(self._group, no_dist=task.ranks == 1)
@@ -297,10 +300,10 @@ class SafetensorsWriter(OurWriter):
 
 
 def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
-    """Returns, for each tensor with elements on this rank, the first name in the same memory.
+    """Maps the name of each tensor with elements on this rank to the name under which it is saved.
 
-    That is the first in natural order of the tensors that share the memory: the tensor's own name
-    if it shares its memory with none. Empty without a planner.
+    Tensors that share their memory are saved under the first of their names in natural order. The
+    result is empty without a planner.
     """
     memory: dict[str, list[Any]] = {}
     for item in plan.items if planner is not None else ():

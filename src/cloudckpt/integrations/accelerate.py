@@ -235,8 +235,8 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
     saved = sum(_OBJECT.fullmatch(name) is not None for name in os.listdir(folder))
     if saved != len(objects):
         raise MissingKeyError(
-            f"{saved} objects were registered when the checkpoint was saved, but {len(objects)} "
-            "are registered now: register the same objects in the same order",
+            f"registered objects: {saved} when the checkpoint was saved, but {len(objects)} now: "
+            "register the same objects in the same order",
             uri=uri,
         )
     loaded = load_accelerator_state(

@@ -35,8 +35,8 @@ class CloudCheckpointIO(PluginOnStores, TorchCheckpointIO):  # type: ignore[misc
 
     >>> trainer = Trainer(plugins=[CloudCheckpointIO()])  # doctest: +SKIP
 
-    On several ranks use the strategies of this package: with Lightning's own ones, the other ranks
-    would wait at the next barrier forever if the save on the first rank failed.
+    On several ranks use the strategies of this module: with Lightning's own strategies, the other
+    ranks would wait at the next barrier forever if the save on the first rank failed.
     """
 
 

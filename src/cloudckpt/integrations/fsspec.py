@@ -119,7 +119,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 pass
         below = f"{key}/" if key else ""
         if next(iter(store.list_level(below, retrier.call)), None) is None and key:
-            raise FileNotFoundError(f"{self.scheme}://{path}")
+            raise FileNotFoundError(f"there is no file or folder at {self.scheme}://{path}")
         return self._folder(path)
 
     def exists(self, path: str, **_: Any) -> bool:
@@ -151,7 +151,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         infos = [file] if file is not None and file.key == key else self._listed(path)
         times = [one.modified for one in infos if one.modified is not None]
         if not times:
-            raise FileNotFoundError(f"{self.scheme}://{self._strip_protocol(path)}")
+            raise FileNotFoundError(f"no file with a known time of writing at {self._uri(path)}")
         return datetime.datetime.fromtimestamp(max(times), datetime.timezone.utc)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
@@ -293,7 +293,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     ) -> None:
         """Deletes files and folders; a folder's commit objects first, unless ``maxdepth`` is given.
 
-        A folder is deleted only with ``recursive``; that of a checkpoint as by
+        A folder is deleted only with ``recursive``. The folder of a checkpoint is deleted as by
         :func:`cloudckpt.delete`: objects that other checkpoints of the run refer to stay until the
         last of these is deleted.
 
@@ -317,8 +317,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _without_checkpoint(self, uri: CheckpointURI, keys: list[str]) -> list[str]:
         """Deletes the checkpoint in a folder, if any; returns the other keys that may be deleted.
 
-        Left out are the objects that other checkpoints need, and, if there are any, those that
-        record this need (marks). ``keys`` are those of all objects beneath the folder.
+        Objects that other checkpoints need are left out, and with them the marks that record this
+        need. ``keys`` has the keys of all objects beneath the folder.
         """
         if not uri.folder:
             return keys

@@ -37,7 +37,8 @@ def install(config: Config | None = None, trust_pickle: bool = False) -> None:
         trust_pickle: Whether pickles in loaded checkpoints may run any code.
 
     Raises:
-        InstallError: If the installed torch is not as expected; nothing is changed then.
+        InstallError: If this cloudckpt does not know the installed torch; nothing is changed then.
+        ConfigError: If ``config`` is not a Config.
     """
     torch_side.install(config, trust_pickle)
     with late_imports:

@@ -200,8 +200,8 @@ class FabricOnStores(_OnStores):
             path: The URI, or a local path, which is passed on to Lightning with the other
                 arguments.
             state: A dict with the model, and the other objects and values to load.
-            strict: Whether each key of ``state`` must be in the checkpoint; otherwise those that
-                are not there keep their values.
+            strict: Whether each key of ``state`` must be in the checkpoint; if False, missing keys
+                keep their values.
             weights_only: If False, pickles in the checkpoint may run any code.
 
         Returns:
@@ -352,8 +352,8 @@ class TrainerOnStores(_OnStores):
                 _fit_loop(values)["combined_loader"] = saved["loaders"]
         elif OF_RANKS in loaded and "combined_loader" in _fit_loop(values):
             logger.warning(
-                "%s has no dataloader positions of this rank, so its dataloaders start at those of "
-                "the first rank",
+                "%s has no dataloader positions of this rank, so this rank's dataloaders start at "
+                "the first rank's positions",
                 uri,
             )
         if is_fitting:

@@ -128,8 +128,8 @@ def checkpoint_upload_fn(reported: Any, name: str) -> Any:
             raise ConfigError(
                 "the checkpoint was saved with incremental=True, but Ray deletes checkpoints "
                 "without regard to the later ones that need their objects: pass "
-                "RunConfig(**storage(uri)) instead of storage_path, or save without "
-                "incremental",
+                "RunConfig(**storage(folder)), with the folder of the runs, instead of "
+                "storage_path, or save without incremental",
                 uri=str(uri),
             )
     return ray.train.Checkpoint(str(uri).partition("://")[2], files)

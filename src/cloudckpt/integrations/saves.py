@@ -284,7 +284,7 @@ class Saves:
         except CloudCheckpointError as failure:
             if not is_failing:
                 raise
-            logger.error("a checkpoint was not saved: %s", failure)
+            logger.error("besides the error that is being raised, a save failed: %s", failure)
 
     # ---- deleting, on the first rank
 

@@ -62,7 +62,8 @@ __all__ = [
 ]
 
 OF_RANKS = "of_each_rank"
-"""The name of the item with what is saved for each rank, pickled by ``torch.save``."""
+"""The name of the item with the values that each rank saves for itself, pickled by ``torch.save``.
+"""
 
 
 def uri_of(path: str | os.PathLike[str]) -> str | None:
@@ -323,8 +324,8 @@ def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
     seen = meeting.gathered(lambda: _versions(folder), during="")
     if not any(seen):
         raise ConfigError(
-            f"no files were written to {folder}, so there is nothing to save: check the "
-            "callback or hook that writes them"
+            f"no rank has files in {folder}, so there is nothing to save: check that the Trainer "
+            "writes its checkpoints there, and that nothing deletes them"
         )
     owners = _owners(seen)
     own = [name for name in seen[meeting.rank] if owners[name] == meeting.rank]

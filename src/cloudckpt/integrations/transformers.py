@@ -378,7 +378,7 @@ def _folder(output_dir: str, step: int) -> str:
 
 
 def _best_steps(state: TrainerState) -> list[int | None]:
-    """Returns the two steps that the Trainer's state names as the best; None for one it lacks.
+    """Returns the two steps that the Trainer's state names as the best; None for a missing one.
 
     If the Trainer has not saved its best step, it may name the next saved one as the best.
     """

@@ -234,8 +234,8 @@ class Adoption:
         if are_alike(pending.copies for pending in by_rank.values()):
             return
         what = (
-            "ranks saved different values under one name, of which the checkpoint keeps only one: "
-            "in the training script, wrap such values in cloudckpt.per_rank"
+            "ranks saved different values under one name, and the checkpoint keeps only one of the "
+            "values: in the training script, wrap such values in cloudckpt.per_rank"
         )
         if self._config.replicas == "refuse":
             raise self._incomplete(what, "To commit this step, set Config(replicas='warn')")
@@ -298,7 +298,7 @@ class Adoption:
             if stored.folder:  # an object of another checkpoint may have any age
                 return
             if (written := ages.get(self._uri.key(stored.name))) is None or written <= young:
-                raise self._incomplete("its data is 12 hours old: a sweep may delete it soon")
+                raise self._incomplete("its data is over 12 hours old: a sweep may delete it soon")
 
         view.each(check, objects)
 

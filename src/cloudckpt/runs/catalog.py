@@ -184,7 +184,7 @@ class Run:
 
     @property
     def view(self) -> View:
-        """The view that was given to this object; if none was, a new one at each access."""
+        """The view that was given to this object; without one, a new view at each access."""
         return View(self.root, self.config) if self._view is None else self._view
 
     def through(self, view: View) -> Run:
@@ -213,8 +213,8 @@ class Run:
             self.check_is_run()
         if warns and folders and not steps:
             logger.warning(
-                "%s: no folder name matches step_name=%r. There are others, such as %s: if they "
-                "are checkpoints, give the pattern of their names as step_name",
+                "%s: no folder name matches step_name=%r. If the folders that are there, such as "
+                "%s, are checkpoints, give the pattern of their names as step_name",
                 self.root,
                 self.names.pattern,
                 ", ".join(map(repr, folders[:3])),
@@ -251,8 +251,9 @@ class Run:
         an unreadable old step does not fail a caller that needs a newer one. If the notes of a step
         can't be read, the error is yielded in their place, and the step counts as on the line. If
         the line that the claim describes has no step left, the newest step decides which steps are
-        on the line, and these are yielded once more, as on it. If steps were committed meanwhile,
-        and no step on the line was yielded yet, all steps may be yielded once more.
+        on the line, and those steps, first yielded with False, are yielded again with True. If
+        steps were committed meanwhile, and no step on the line was yielded yet, all steps may be
+        yielded once more.
 
         Args:
             steps: The steps to read, oldest first; they have to include the run's newest step. None

@@ -101,7 +101,9 @@ def diff(
         InvalidURIError: If ``first`` or ``second`` is not a valid location.
         CheckpointNotFoundError: If either location has no committed checkpoint.
         CheckpointCorruptError: If metadata is damaged.
-        ConfigError: If no entry has a name that ``pattern`` matches.
+        CheckpointError: If metadata can't be read for another reason: it names code that is not on
+            the allow-list, for example, or is replaced again and again.
+        ConfigError: If no entry has a name that ``pattern`` matches, or an option is invalid.
         StoreError: If a store refuses or stays unreachable.
     """
     config = config_or_default(config)
@@ -114,7 +116,7 @@ def diff(
         if fnmatchcase(name, pattern)
     ]
     if names and not pairs:
-        raise ConfigError(f"pattern={pattern!r} matches no entry: cloudckpt inspect lists them")
+        raise ConfigError(f"pattern={pattern!r} matches no entry: see them with cloudckpt inspect")
     if any(_are_alike(one, other) for one, other in pairs):
         for uri, part in ((first_uri, before), (second_uri, after)):
             part.places.read_indexes(open_store(uri, config), config)

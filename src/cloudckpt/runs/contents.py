@@ -101,6 +101,9 @@ def inspect(uri: URILike, *, config: Config | None = None) -> CheckpointContents
         InvalidURIError: If ``uri`` is not a valid location.
         CheckpointNotFoundError: If the location has no committed checkpoint.
         CheckpointCorruptError: If the metadata is damaged.
+        CheckpointError: If the metadata can't be read for another reason: it names code that is not
+            on the allow-list, for example, or is replaced again and again.
+        ConfigError: If an option is invalid.
         StoreError: If the store refuses or stays unreachable.
     """
     location = CheckpointURI.parse(uri)
@@ -212,6 +215,7 @@ def read_content(uri: CheckpointURI, config: Config) -> ReadContent:
         CheckpointNotFoundError: If the location has no committed checkpoint. If it is a run, the
             message names its newest step.
         CheckpointCorruptError: If the metadata is damaged.
+        CheckpointError: If the metadata can't be read for another reason.
         StoreError: If the store refuses or stays unreachable.
     """
     reader = CloudStorageReader(uri, config=config)

@@ -99,8 +99,9 @@ def copy(
 
     Raises:
         InvalidURIError: If ``source`` or ``target`` is not a valid location.
-        ConfigError: If both are the same location, ``step_name`` is not a valid pattern, or the
-            target's store ignores conditions of writes.
+        ConfigError: If both are the same location, an option is invalid, or the target's store
+            ignores conditions of writes.
+        DifferentCheckpointsError: If the ranks were given different locations.
         CheckpointNotFoundError: If there is no committed checkpoint to copy, or all were deleted
             meanwhile.
         CheckpointExistsError: If there is a checkpoint at the target and ``overwrite`` is off, or
@@ -111,6 +112,8 @@ def copy(
         CommitUnknownError: If the store does not say whether the commit took place.
         CheckpointReplacedError: If the source was replaced meanwhile, again and again.
         StoreError: If a store refuses or stays unreachable.
+        RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
+        ProcessGroupError: If a rank died or the ranks lost each other.
     """
     meeting = Meeting(process_group)
     origin, goal = meeting.begin(
@@ -182,9 +185,9 @@ def planned(
 ) -> list[tuple[str, str, int]]:
     """Lists the checkpoints that :func:`copy` would copy, as (source, target, bytes).
 
-    The arguments are those of :func:`copy`. The bytes are those of all objects in a step's folder;
-    of a single checkpoint, those of its entries. Checkpoints that the target already has are
-    included.
+    The arguments are as in :func:`copy`. If the source is a run, the bytes are the size of all
+    objects in the checkpoint's folder, otherwise the size of its entries. Checkpoints that the
+    target already has are included.
 
     Raises:
         CloudCheckpointError: The errors of :func:`copy` that can be detected without copying.
@@ -238,7 +241,7 @@ def detach(
         InvalidURIError: If ``checkpoint_id`` is not a valid location.
         CheckpointNotFoundError: If the location has no committed checkpoint.
         CheckpointCorruptError: If the shared bytes are damaged; the checkpoint stays unchanged.
-        ConfigError: If the store ignores conditions of writes.
+        ConfigError: If an option is invalid, or the store ignores conditions of writes.
         CheckpointConflictError: If another writer has replaced the checkpoint meanwhile.
         CheckpointReplacedError: If the checkpoint was replaced meanwhile, again and again.
         CommitUnknownError: If the store does not say whether the commit took place.

@@ -48,6 +48,7 @@ def delete(uri: URILike, *, config: Config | None = None) -> None:
         CheckpointNotFoundError: If the location has no committed checkpoint.
         CheckpointReplacedError: If the checkpoint was replaced or deleted meanwhile; a new one is
             not deleted.
+        ConfigError: If an option is invalid.
         StoreError: If the store refuses or stays unreachable.
     """
     delete_at(CheckpointURI.parse(uri), config_or_default(config))

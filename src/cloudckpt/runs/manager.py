@@ -99,7 +99,8 @@ class CheckpointManager(ClosedAtExit):
             on_failure: What happens when a save fails. ``raise``: the error is raised on all ranks.
                 ``log``: transient failures (throttling, an outage, no memory for staging, a saving
                 process that died) are logged, counted, and reported as an event ``failure``, and
-                training continues; other errors are raised. ``log_all``: those are logged, too.
+                training continues; other errors are raised. ``log_all``: all errors of saves are
+                treated like transient ones.
             max_failures: After so many failures in a row, the last one is raised in any case.
             preemption: How the job learns that it is about to be stopped; default: by SIGTERM,
                 handled from the first call of :meth:`save`, :meth:`should_save` or
@@ -116,8 +117,9 @@ class CheckpointManager(ClosedAtExit):
             config: Options; if ``checkpointer`` is given, set them there instead.
 
         Raises:
-            ConfigError: If an option is invalid or differs between ranks (``preemption`` may, and
-                what belongs to a machine in ``config``), or ``run`` is a checkpoint.
+            ConfigError: If an option is invalid, or ``run`` is a checkpoint; or if an option
+                differs between ranks, except ``preemption`` and machine-specific fields of
+                ``config``, such as the endpoint.
             DifferentCheckpointsError: If two ranks were given different runs.
             InvalidURIError: If ``run`` is not a valid location.
             StoreError: If the store refuses or stays unreachable.
@@ -196,6 +198,7 @@ class CheckpointManager(ClosedAtExit):
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
+            ProcessGroupError: If the ranks lost contact with each other.
         """
         return self._meeting.broadcast_from_first(lambda: [*self._run.history().line])
 
@@ -207,6 +210,7 @@ class CheckpointManager(ClosedAtExit):
 
         Raises:
             StoreError: If the store refuses or stays unreachable.
+            ProcessGroupError: If the ranks lost contact with each other.
         """
         return self._meeting.broadcast_from_first(self._run.newest)
 
@@ -220,6 +224,7 @@ class CheckpointManager(ClosedAtExit):
         Raises:
             ConfigError: If the manager was made without ``best_metric``.
             StoreError: If the store refuses or stays unreachable.
+            ProcessGroupError: If the ranks lost contact with each other.
         """
         if self._retention.best_metric is None:
             raise ConfigError(
@@ -238,6 +243,7 @@ class CheckpointManager(ClosedAtExit):
             CheckpointCorruptError: If its metadata is damaged.
             ConfigError: If ``step`` is not a valid step.
             StoreError: If the store refuses or stays unreachable.
+            ProcessGroupError: If the ranks lost contact with each other.
         """
         return dict(self._meeting.broadcast_from_first(lambda: self._run.notes(step).metrics))
 
@@ -250,6 +256,7 @@ class CheckpointManager(ClosedAtExit):
             CheckpointCorruptError: If its metadata is damaged.
             ConfigError: If ``step`` is not a valid step.
             StoreError: If the store refuses or stays unreachable.
+            ProcessGroupError: If the ranks lost contact with each other.
         """
         return dict(self._meeting.broadcast_from_first(lambda: self._run.notes(step).user))
 
@@ -407,7 +414,7 @@ class CheckpointManager(ClosedAtExit):
             CheckpointCorruptError: If all checkpoints are damaged, or the one of ``step`` or
                 ``source`` is.
             ConfigError: If ``keys`` match no entry of ``state``, ``step`` is not a valid step, or
-                it is given with a ``source`` that is a single checkpoint.
+                ``step`` is given with a ``source`` that is a single checkpoint.
             ClosedError: If the manager was closed.
             CloudCheckpointError: The errors of :func:`cloudckpt.load`.
         """
@@ -455,6 +462,7 @@ class CheckpointManager(ClosedAtExit):
             ClosedError: If the manager was closed.
             ConfigError: If ``step`` is not a valid step, or the manager is ``read_only``.
             StoreError: If the store refuses or stays unreachable.
+            ProcessGroupError: If the ranks lost contact with each other.
         """
         step = check_step(step)
         self._check_open()
@@ -486,7 +494,7 @@ class CheckpointManager(ClosedAtExit):
 
         Raises:
             CloudCheckpointError: If a save failed, and no call has raised its error yet.
-            SaveInProgressError: If a save has not ended within ``patience``.
+            SaveInProgressError: If a save has not ended within ``BackgroundOptions.patience``.
         """
         if self._closed or not self._belongs_here:
             return

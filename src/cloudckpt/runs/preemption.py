@@ -102,7 +102,7 @@ class Preemption:
             return False
 
     def watch(self) -> None:
-        """Begins to handle the signals, until :meth:`ignore` was called as often as this method.
+        """Sets handlers of the signals; each call has to be undone by one call of :meth:`ignore`.
 
         Outside of the main thread, where Python can't set handlers, it logs a warning instead.
         """
@@ -117,11 +117,11 @@ class Preemption:
             _handled.setdefault(number, _Signal(number)).watch(self)
 
     def ignore(self) -> None:
-        """Restores the previous handlers, if this was the last watcher of their signals.
+        """Undoes one call of :meth:`watch`; once all are undone, restores the previous handlers.
 
-        A handler that was set after :meth:`watch` stays; if it calls the handler of this class, the
-        latter only calls the previous handler. The same applies outside of the main thread, where
-        Python can't set handlers.
+        Calls of other objects for the same signal count, too. If another handler was set after
+        :meth:`watch`, or outside of the main thread, where Python can't set handlers, the handlers
+        stay; the handler of this class then only calls the one that was there before.
         """
         for number in self._signals:
             if number in _handled:
@@ -272,8 +272,8 @@ class Agreement:
         """Waits for the collective in progress, if there is one.
 
         Returns:
-            What the last collective found: whether the job is about to end, whether a save is due,
-            and whether the last step of some rank was short.
+            The result of the last collective: whether the job is about to end, whether a save is
+            due, and whether the last step of some rank was short.
         """
         if self._asked is not None:
             flags, work = self._asked

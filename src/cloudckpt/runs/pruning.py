@@ -61,13 +61,12 @@ def prune(
     """Deletes the committed checkpoints of a run that no retention rule keeps.
 
     The rules are those of :class:`CheckpointManager`. They apply to the steps on the run's line
-    (:mod:`cloudckpt.runs.line`), of which the newest is always kept. If the metadata of that step
-    is damaged, and others on the line would be deleted, nothing is deleted: intact checkpoints
-    would be lost in favour of a damaged one.
-    Checkpoints whose notes can't be read are kept and logged; as they may be on the line, the
-    newest of them counts as its newest step if it is newer. Checkpoints that are saved anew
-    meanwhile are kept, too. If a checkpoint can't be deleted, the others are deleted all the same;
-    if the store becomes unreachable, the rest is not tried.
+    (:mod:`cloudckpt.runs.line`); the newest of these is always kept. Checkpoints whose notes can't
+    be read are kept and logged, and so are checkpoints that are saved anew meanwhile. Before steps
+    of the line are deleted, the metadata of the newest checkpoint is read (the newest on the line,
+    or a newer one whose notes can't be read); if it is damaged, nothing is deleted, because intact
+    checkpoints would be lost in favour of a damaged one. If a checkpoint can't be deleted, the
+    others are deleted all the same; if the store becomes unreachable, the rest is not tried.
 
     Args:
         run: The folder of the run.
@@ -115,7 +114,7 @@ def prune(
     if best_metric is not None and history.line and not history.scores(best_metric):
         raise ConfigError(
             f"no checkpoint of this training has the metric {best_metric!r}: cloudckpt inspect "
-            "shows which metrics they have",
+            "shows the metrics of a checkpoint",
             uri=str(the_run.root),
         )
     steps = _unneeded(the_run, history, kept)
@@ -353,8 +352,8 @@ class Pruner:
             run = self._run.through(self._run.view)
             summaries = run.view.each(run.summary, names)
             logger.warning(
-                "%s: steps of another training are kept (%s), %d bytes in all; once you no longer "
-                "need them: cloudckpt rm, cloudckpt prune --abandoned, or keep_abandoned=False",
+                "%s: steps of another training are kept (%s), %d bytes in all. To delete them, run "
+                "cloudckpt prune --abandoned, or use CheckpointManager(..., keep_abandoned=False)",
                 self._run.root,
                 ", ".join(map(str, abandoned)),
                 sum(summary.nbytes for summary in summaries if summary is not None),

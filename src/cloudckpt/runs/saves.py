@@ -219,7 +219,7 @@ class Saves:
         assert save.step is not None
         age = "" if status.newest_age is None else f", {status.newest_age:.0f} s ago"
         logger.error(
-            "step %d was not saved, but training continues (failed saves in a row: %d; training "
+            "saving step %d failed, but training continues (failed saves in a row: %d; training "
             "ends at %d; newest committed checkpoint: %s): %s",
             save.step,
             failures,
@@ -347,9 +347,9 @@ class StepSaver:
                 saves, and is committed when this returns.
 
         Returns:
-            A pair: the notes stored with the step, and the future of the save, which is None if the
-            save is committed already. Instead of the pair None if the step is skipped, or has
-            failed with a tolerated error.
+            None if the step is skipped, or has failed with a tolerated error. Otherwise a pair: the
+            notes stored with the step, and the future of the save; the future is None if the save
+            is committed already.
 
         Raises:
             CloudCheckpointError: The errors of a checkpointer's ``save`` and of

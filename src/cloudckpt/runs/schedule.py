@@ -55,7 +55,7 @@ class Schedule:
         self._due_since = time.monotonic()  # the beginning of the current interval in seconds
 
     def watch(self) -> None:
-        """Begins to handle the signals, unless they are handled already or none are to be."""
+        """Begins to handle the signals, unless they are handled already or the job is read-only."""
         if not (self._is_watching or self._read_only):
             self._preemption.watch()
             self._is_watching = True

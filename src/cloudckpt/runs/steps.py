@@ -178,7 +178,7 @@ class Retention:
     def unneeded(self, committed: Collection[int], scores: Mapping[int, float]) -> list[int]:
         """Returns the steps that no rule keeps, oldest first, without regard to their ages.
 
-        The caller keeps those of them that ``keep_younger_than`` keeps.
+        The caller has to leave out the steps that ``keep_younger_than`` keeps.
 
         Args:
             committed: The committed steps.

@@ -89,6 +89,7 @@ def find_leftovers(
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
+        ConfigError: If an option is invalid.
         StoreError: If the store refuses, stays unreachable, or reports no times.
     """
     return _Sweep(run, older_than, config).leftovers()
@@ -118,6 +119,7 @@ def sweep(
 
     Raises:
         InvalidURIError: If ``run`` is not a valid location.
+        ConfigError: If an option is invalid.
         StoreError: If the store refuses, stays unreachable, or reports no times; then nothing is
             deleted. Or if a leftover can't be deleted; the other ones are deleted all the same.
     """
@@ -179,7 +181,7 @@ class _Sweep:
         )
 
     def delete(self, only: Leftovers | None) -> None:
-        """Deletes the listed leftovers, or those of them that ``only`` names.
+        """Deletes the listed leftovers; with ``only``, just the leftovers that it names.
 
         Raises:
             StoreError: If a leftover can't be deleted; the other ones are deleted all the same.
@@ -196,8 +198,8 @@ class _Sweep:
         if left := [*uploads.values(), *objects.values()]:
             reason = left[0]
             reason.message += (
-                f" (leftovers that could not be deleted: {len(objects)} objects, {len(uploads)} "
-                "uploads)"
+                f" (leftovers that could not be deleted: objects {len(objects)}, uploads "
+                f"{len(uploads)})"
             )
             raise reason
 
@@ -268,7 +270,7 @@ class _Sweep:
         return replace(self._run.root, prefix=folder)
 
     def _uncommitted(self, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
-        """Returns those of some objects that no manifest names; none if a manifest is damaged.
+        """Returns the objects of ``old`` that no manifest names; none if a manifest is damaged.
 
         ``old`` has contents and records of files, all in one folder; manifests may be in this
         folder and those above it (:mod:`cloudckpt.checkpoint.file_folder`).
@@ -311,7 +313,7 @@ class _Named:
 
 
 def clock_of(run: Run) -> float:
-    """Returns the store's time in seconds since 1970: that of an object which is written for it.
+    """Returns the store's time in seconds since 1970, by writing an object and reading its time.
 
     The object is deleted again.
 
@@ -350,7 +352,7 @@ def _is_ours(key: str) -> bool:
 
 
 def _is_of_files(key: str) -> bool:
-    """Returns whether a key has the form of those of a file's content, or of a file's record.
+    """Returns whether a key is that of an object with the content, or the record, of a file.
 
     Such objects make up folders of files (:mod:`cloudckpt.checkpoint.file_folder`).
     """

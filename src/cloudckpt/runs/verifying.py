@@ -74,11 +74,17 @@ def verify(
 
     Raises:
         InvalidURIError: If ``uri`` is not a valid location.
+        ConfigError: If an option is invalid.
+        DifferentCheckpointsError: If the ranks were given different locations.
         CheckpointNotFoundError: If the location has no committed checkpoint.
         CheckpointCorruptError: If any bytes are missing or differ from what was written; its
             ``damages`` list all damage.
         CheckpointReplacedError: If the checkpoint was replaced meanwhile, again and again.
+        CheckpointError: If the metadata can't be read for another reason: it names code that is not
+            on the allow-list, for example.
         StoreError: If the store refuses or stays unreachable.
+        RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
+        ProcessGroupError: If a rank died or the ranks lost each other.
     """
     meeting = Meeting(process_group)
 

@@ -99,6 +99,7 @@ class BroadcastingTorchSaveReader(OurReader):
             trust_pickle: Whether the file's pickle may run any code.
 
         Raises:
+            ConfigError: If ``config`` is not a Config.
             InvalidURIError: If ``checkpoint_id`` is not a valid location.
         """
         super().__init__()

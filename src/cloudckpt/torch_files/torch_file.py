@@ -66,7 +66,7 @@ def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, 
             Retrier(config.retry).call(lambda: store.head(key))
             raise CheckpointExistsError(
                 "a file already exists here and overwrite is off: delete it, use another name, or "
-                "set Config(overwrite=True)",
+                "set Config(overwrite=True) (on the command line: --overwrite)",
                 uri=str(uri),
             )
     return store, key
@@ -195,7 +195,8 @@ def size_of(value: Any) -> int:
 def storages_of(value: Any) -> list[torch.UntypedStorage]:
     """Returns the storages of the tensors in nested dicts, lists and tuples, each storage once.
 
-    Of a DTensor it is that of the local shard. Tensors without a storage are left out.
+    For a DTensor, the storage of the local shard is returned. Tensors without a storage are left
+    out.
     """
     found: dict[int, torch.UntypedStorage] = {}
     waiting, seen = [value], set[int]()

@@ -114,9 +114,9 @@ class WrittenFile(io.BufferedIOBase):
         raise self.failure
 
     def _send(self, upload: ObjectUpload, view: memoryview) -> None:
-        """Sends immutable memory of at least 64 KiB without a copy, and collects copies of other.
+        """Sends immutable memory of at least 64 KiB without a copy, and copies all other memory.
 
-        The copies are sent when the block of memory for them, the slab, is full.
+        The copies are collected in a block of memory, the slab, and sent when it is full.
 
         Raises:
             InvalidRequestError: If the object would be too large for its part size.

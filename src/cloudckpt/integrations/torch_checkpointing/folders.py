@@ -140,7 +140,7 @@ class FileFolders(VisibleFiles):
                 ) from error
             problem = "no longer exists"
         raise CheckpointCorruptError(
-            f"the object with the file's bytes {problem}: restore it, or load an older checkpoint",
+            f"the file's object {problem}: replace it by a backup, or load an older checkpoint",
             uri=self._store.uri(file.key),
         )
 
@@ -187,7 +187,7 @@ class FileFolders(VisibleFiles):
         )
 
     def delete(self, key: str) -> None:
-        """Deletes a file; of a pending one the record, so that a sweep deletes its content later.
+        """Deletes a plain file, or the record of a pending file, whose content a sweep deletes.
 
         Raises:
             FileNotFoundError: If there is no such file.
@@ -324,7 +324,7 @@ class FileFolders(VisibleFiles):
         listed = {info.key: info for info in self._store.list(inside(key), self._retrier.call)}
         gone = {one for one in listed if self.sees(one)}
         if not gone:
-            raise FileNotFoundError(self._store.uri(key))
+            raise FileNotFoundError(f"there is no folder with files at {self._store.uri(key)}")
         manifests = {one for one in gone if one.rpartition("/")[2] == MANIFEST}
         for one in manifests:
             folder, version = folder_of(one), listed[one].version
@@ -415,7 +415,7 @@ class RecordedFile(WrittenFile):
 
 
 def is_tensor_memory(value: object) -> Callable[[memoryview], bool]:
-    """Returns a function that tests whether memory is that of a host tensor in ``value``.
+    """Returns a function that tests whether memory belongs to a host tensor in ``value``.
 
     The memory has to begin where the tensor's storage begins, and must not be longer.
     """

@@ -88,7 +88,7 @@ class VisibleFiles:
             elif any(self.beneath_folder(inside(key) + entry)):
                 found.add(entry)
         if not found:
-            raise FileNotFoundError(self._store.uri(key))
+            raise FileNotFoundError(f"there is no folder with files at {self._store.uri(key)}")
         return sorted(found)
 
     def beneath_folder(self, folder: str) -> Iterator[ObjectInfo]:
@@ -137,7 +137,7 @@ class VisibleFiles:
         """
         found = self.find(key)
         if found is None:
-            raise FileNotFoundError(self._store.uri(key))
+            raise FileNotFoundError(f"there is no file at {self._store.uri(key)}")
         return found
 
     def record(self, key: str) -> StoredFile:
