@@ -51,7 +51,7 @@ WORKER := PYTHONHASHSEED=$(HASHSEED) MALLOC_ARENA_MAX=2 PYTHONDONTWRITEBYTECODE=
 
 COMPOSE := docker compose --file integration/compose.yaml
 
-.PHONY: demo test test-fast test-azurite test-terraform gpu build docs evolve fuzz soak test-versions integration integration-docker integration-real integration-frameworks compare check bench pictures format clean
+.PHONY: demo test test-fast test-azurite test-terraform gpu build docs evolve fuzz soak test-versions integration integration-docker integration-real integration-frameworks compare check bench bench-quick pictures format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo $(if $(URI),--uri $(URI)) $(ARGS)
@@ -177,6 +177,10 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
+
+# whether the scenario that calls the most of a save's functions still runs; says nothing about speed
+bench-quick: $(VENV)/.bench
+	$(BIN)/python -m benchmarks --quick --only fleet --contenders cloudckpt
 
 # those of docs/cli.md; needs Chromium for the page
 pictures: $(VENV)/.demo
