@@ -345,7 +345,7 @@ def _gone(uri: CheckpointURI, record: WrittenObject, what: str) -> CheckpointCor
     """Returns the error for an object of an earlier save that is missing or has another size."""
     return CheckpointCorruptError(
         f"an object of an earlier save, which this checkpoint refers to, {what}: nothing was "
-        "committed. Save again, which uploads everything, and verify the earlier checkpoints",
+        "committed. Save again, which uploads that data, and verify the earlier checkpoints",
         uri=uri.object(record.name),
     )
 

@@ -323,8 +323,8 @@ class SaveLoop:
                 if isinstance(value, torch.Tensor):
                     check_supported(value, name)
             raise UnsupportedValueError(
-                f"the save plan of the state dict can't be stored: {exc}. Change or leave out that "
-                "entry; if a custom planner made the plan, correct the planner",
+                f"the save plan of the state dict can't be stored: {exc}. Change or leave out the "
+                "entry at fault; if a custom planner made the plan, correct the planner",
                 uri=self._uri,
             ) from exc
 
