@@ -272,8 +272,8 @@ class Content:
             self.notes.append(f"{name}: rank {self._rank} keeps its value: {self.left_alone[name]}")
         elif self._rank == 0 and max(saved) >= ranks:
             self.notes.append(
-                f"{name}: ranks {listed} saved it, and {ranks} ranks load it: PerRank.all has "
-                "the values of the others"
+                f"{name}: ranks {listed} saved it; number of ranks that load it: {ranks}. "
+                "PerRank.all has the values of the other ranks"
             )
 
 
