@@ -338,7 +338,7 @@ class ObjectStore(RangeReader):
     def list_uploads(self, prefix: str, retry: Retry = once) -> Iterator[Upload]:
         """Yields the uploads under `prefix` that were neither completed nor aborted.
 
-        Azure leaves out those of other processes that would replace an object.
+        On Azure, uploads of other processes that would replace an object are left out.
 
         Args:
             prefix: The beginning of the keys.

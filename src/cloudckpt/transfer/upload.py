@@ -308,7 +308,7 @@ class ObjectUpload:
     def _look(self, attempt: str, checksum: int | None) -> ObjectInfo | None:
         """Returns the object if this attempt wrote it; else None.
 
-        If both checksums are known, that given and that of the object, they must be equal, too.
+        If `checksum` and the checksum of the object are both known, they must be equal, too.
         """
         info = written(self._store, self.key, attempt, self.position, self._retrier.policy)
         known = None if info is None else info.checksum

@@ -236,7 +236,7 @@ class _Tokens:
 
     One thread at a time asks for a token: the source may be a slow program (``az``), or fail to
     respond. Meanwhile, and if the renewal fails, the previous token is used as long as it is valid:
-    that of a managed identity is valid for another half a day when it is to be renewed.
+    the token of a managed identity is due for renewal half a day before it expires.
     """
 
     def __init__(self, config: Config, uri: str, note: str, errors: Errors) -> None:

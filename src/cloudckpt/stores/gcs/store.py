@@ -3,7 +3,8 @@
 google-auth finds credentials and renews tokens. Objects are written, read, listed and deleted
 through the JSON API, which emulators also implement; multipart uploads, which that API lacks, go
 through the XML API. A version is an object's generation. Every body is sent with its CRC32C, unless
-checksums are off; that of an object made of parts is compared with the one computed from the parts.
+checksums are off; the CRC32C of an object made of parts is compared with the one computed from the
+checksums of its parts.
 """
 
 from __future__ import annotations

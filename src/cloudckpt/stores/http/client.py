@@ -213,8 +213,8 @@ class Reply:
         """Returns the body of an error response, as much of it as arrives, at most 64 KiB.
 
         The body of a 404 must arrive intact: it tells whether the store itself reports a missing
-        object. So must that of a 400: it tells whether a retry may help. No store sends an error of
-        64 KiB.
+        object. So must the body of a 400: it tells whether a retry may help. No store sends an
+        error of 64 KiB.
 
         Raises:
             ConnectionLostError: If the body of a 400 or 404 ends early or stalls.
