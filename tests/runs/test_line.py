@@ -20,7 +20,8 @@ from cloudckpt.integrations.saves import Saves
 from cloudckpt.runs import claim, prune
 from cloudckpt.runs.catalog import Run
 from cloudckpt.runs.steps import Retention
-from runs.managed import fill, managed, restored, save, state
+from runs.managed import fill, managed, restored, save, state, value
+from support.memory_store import MemoryStore
 
 
 def states(run) -> dict[int | None, str]:
@@ -202,6 +203,31 @@ def test_a_checkpoint_in_the_place_of_a_run_is_refused_with_the_run_named(run, a
     fill(run, 1)
     with pytest.raises(errors.ConfigError, match=f"such as {run}\\."):
         ask(f"{run}/step-1")
+
+
+@pytest.mark.parametrize(
+    ("owner", "verb"), [(Run, "owner"), (Run, "steps"), (MemoryStore, "get_range")]
+)
+def test_the_newest_step_is_found_while_another_job_saves_and_prunes(
+    run, monkeypatch, owner, verb
+) -> None:
+    """One that takes the run over between two requests; at last when the step is being loaded."""
+    fill(run, 2, 5)
+    keeps = {"max_to_keep": 1, "keep_period": 2}
+    with managed(run, **keeps) as job, managed(run, read_only=True) as reader:
+        job.restore(state())
+        request, found = getattr(owner, verb), state()
+
+        def then_saved(asked, *args, **options):
+            answer = request(asked, *args, **options)
+            if owner is Run or args[0].endswith(".distcp"):
+                monkeypatch.undo()
+                save(job, 7)
+                assert states(run).keys() == {2, 7}
+            return answer
+
+        monkeypatch.setattr(owner, verb, then_saved)
+        assert reader.restore(found) == value(found) == 7
 
 
 @pytest.fixture

@@ -262,9 +262,11 @@ class Run:
                 the line, to commit it if possible. None leaves such steps uncommitted.
         """
         run = self.through(self.view)
+        # the claim is read after the listing: else steps of a job that claims the run, saves and
+        # prunes between the two requests would count as abandoned, and an older step as the newest
+        listed, missing = run.steps() if steps is None else [*steps], set[int]()
         owner, is_gone, passed = run.owner(), True, list[tuple[int, Notes]]()
         line = None if owner is None else owner.line
-        listed, missing = run.steps() if steps is None else [*steps], set[int]()
 
         def is_on_line(notes: Notes) -> bool:
             nonlocal line

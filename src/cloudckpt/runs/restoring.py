@@ -40,7 +40,8 @@ def restore_newest(
 ) -> int | None:
     """Loads the newest intact step on the line, the same on all ranks; a collective call.
 
-    Steps that are damaged, or were deleted meanwhile, are logged and skipped.
+    Steps that are damaged are logged and skipped. So are steps that were deleted meanwhile; the run
+    is listed again then.
 
     Args:
         run: The run.
@@ -61,10 +62,12 @@ def restore_newest(
     """
     adopt = None if until is None else partial(_adopt, run, hook, until)
     steps, passed = run.walk(adopt=adopt), dict[int, Notes]()  # only rank 0 iterates
-    damages, restored = list[CloudCheckpointError](), None
+    damages, restored = dict[int, CloudCheckpointError](), None
 
     def next_on_line() -> tuple[int, Notes | CloudCheckpointError] | None:
         for step, notes, is_on_line in steps:
+            if step in damages:
+                continue
             if not is_on_line and isinstance(notes, Notes):
                 passed[step] = notes
                 continue
@@ -86,11 +89,13 @@ def restore_newest(
             load(step, notes)
             restored = step
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
-            damages.append(error)
+            damages[step] = error
             if isinstance(error, CheckpointCorruptError):
                 distrust(error)
+            else:  # another job has deleted it meanwhile, and may have saved newer ones
+                steps = run.walk(adopt=adopt)
             logger.error(
-                "step %d can't be restored; older steps are tried, if any: %s", step, error
+                "step %d can't be restored; the newest other step is tried, if any: %s", step, error
             )
     others = [
         f"step {step} of {f'job {notes.job}' if notes.job else 'an unknown job'}"
@@ -106,7 +111,7 @@ def restore_newest(
             ", ".join(others),
         )
     if restored is None and damages:
-        raise damages[0]
+        raise next(iter(damages.values()))
     return restored
 
 
