@@ -305,13 +305,11 @@ class Lines(RuleBasedStateMachine):
         if not any(one.loss < math.inf for one in line.values()):
             by_loss = ""
         options = rules(keep, by_loss) | {"abandoned": abandoned, "config": self.config}
-        expected = self.unneeded(keep, by_loss)
+        expected = self.unneeded(keep, by_loss) + (self.abandoned() if abandoned else [])
         if expected and max(self.steps.keys() - self.abandoned()) not in line:
             with pytest.raises(CheckpointCorruptError):
                 prune(self.uri, **options)
             return
-        if abandoned:
-            expected += self.abandoned()
         found = prune(self.uri, **options)
         assert found == [str(self.step_at(step)) for step in expected]
         for step in expected:

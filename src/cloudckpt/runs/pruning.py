@@ -63,10 +63,11 @@ def prune(
     The rules are those of :class:`CheckpointManager`. They apply to the steps on the run's line
     (:mod:`cloudckpt.runs.line`); the newest of these is always kept. Checkpoints whose notes can't
     be read are kept and logged, and so are checkpoints that are saved anew meanwhile. Before steps
-    of the line are deleted, the metadata of the newest checkpoint is read (the newest on the line,
-    or a newer one whose notes can't be read); if it is damaged, nothing is deleted, because intact
-    checkpoints would be lost in favour of a damaged one. If a checkpoint can't be deleted, the
-    others are deleted all the same; if the store becomes unreachable, the rest is not tried.
+    are deleted, the metadata of the newest checkpoint is read (the newest on the line, or a newer
+    one whose notes can't be read); if it is damaged, nothing is deleted, because intact checkpoints
+    would be lost in favour of a damaged one. If a checkpoint can't be deleted, the others are
+    deleted all the same; if the store becomes unreachable, or a job claims the run meanwhile, the
+    rest is not tried.
 
     Args:
         run: The folder of the run.
@@ -92,8 +93,10 @@ def prune(
         steps on the line, oldest first, then abandoned ones.
 
     Raises:
-        CheckpointCorruptError: If the metadata of the newest checkpoint is damaged, and others on
-            the line would be deleted.
+        CheckpointConflictError: If a job claims the run meanwhile; the message lists the steps that
+            were deleted, and those that were not.
+        CheckpointCorruptError: If the metadata of the newest checkpoint is damaged, and others
+            would be deleted.
         ConfigError: If an option is invalid, no checkpoint has the metric, or ``run`` is a
             checkpoint.
         InvalidURIError: If ``run`` is not a valid location.
@@ -109,6 +112,7 @@ def prune(
         best_mode=best_mode,
     )
     the_run = Run(run, step_name=step_name, config=config)
+    claim = the_run.owner()
     history = the_run.history()
     _log_damaged(the_run, history)
     if best_metric is not None and history.line and not history.scores(best_metric):
@@ -118,6 +122,7 @@ def prune(
             uri=str(the_run.root),
         )
     steps = _unneeded(the_run, history, kept)
+    steps += history.abandoned if abandoned else ()
     if steps:
         try:
             newest = max([*history.line, *history.unread])  # the notes of abandoned steps are read
@@ -128,12 +133,17 @@ def prune(
                 "nothing was deleted: delete this checkpoint with cloudckpt rm, then prune again"
             )
             raise
-    steps += history.abandoned if abandoned else ()
     uris = {step: str(the_run.uri(step)) for step in steps}
     uris = {step: uri for step, uri in uris.items() if only is None or uri in only}
     if dry_run:
         return [*uris.values()]
-    gone = delete_steps(the_run, history, uris, deleted=lambda step: deleted(uris[step]))
+
+    def check() -> None:
+        if the_run.owner() != claim:
+            text = "a job has claimed this run meanwhile, and may need its steps: prune again"
+            raise CheckpointConflictError(text, uri=str(the_run.root))
+
+    gone = delete_steps(the_run, history, uris, check, lambda step: deleted(uris[step]))
     return [uris[step] for step in gone]
 
 
@@ -141,7 +151,7 @@ def delete_steps(
     run: Run,
     history: History,
     steps: Iterable[int],
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], None],
     deleted: Callable[[int], object] = lambda step: None,
     in_use: StepsInUse | None = None,
 ) -> list[int]:
@@ -171,12 +181,12 @@ def delete_steps(
     gone, failures = list[int](), list[CloudCheckpointError]()
 
     def check_notes(step: int) -> None:
-        check()
         if run.notes(step) != notes[step]:
             raise CheckpointReplacedError(
                 "this step was saved anew meanwhile, so it was not deleted",
                 uri=str(run.uri(step)),
             )
+        check()
 
     def note(step: int) -> None:
         gone.append(step)
