@@ -140,8 +140,11 @@ def test_a_job_may_begin_in_a_copy_that_is_copied_again(run, two) -> None:
             another.restore(state())
             save(another, 7)
         cloudckpt.copy(run, copy)
-        save(manager, 8)
-    assert restored(copy) == (8, 8)
+        save(manager, 8, 9, of=1000)
+    fill(run, 9)
+    with pytest.raises(errors.CheckpointConflictError, match=r"overwrite="):
+        cloudckpt.copy(run, copy)
+    assert restored(copy) == (9, 1009)
 
 
 def test_a_reader_writes_nothing(run) -> None:

@@ -73,11 +73,10 @@ def cp(
         ranks: Share the work with other ranks, as given by RANK, WORLD_SIZE, MASTER_ADDR and
             MASTER_PORT. [default: yes if torchrun has started the command, else no]
     """
-    config = call.having(overwrite)
     if call.dry_run:
         from cloudckpt.runs.copying import planned
 
-        copies = planned(source, target, step_name=step_name, config=config)
+        copies = planned(source, target, step_name=step_name, config=call.having(overwrite))
         rows = [{"size": Size(size), "source": origin, "target": to} for origin, to, size in copies]
         call.done(rows, {"copies": rows})
         return
@@ -86,8 +85,9 @@ def cp(
             copied = cloudckpt.copy(
                 source,
                 target,
+                overwrite=overwrite,
                 step_name=step_name,
-                config=config,
+                config=call.config,
                 process_group=joined.group,
                 progress=progress,
             )

@@ -87,25 +87,34 @@ def _put_claim(run: Run, document: Mapping[str, Any], seen: Owner | None) -> str
         raise _taken(run, run.owner()) from error
 
 
-def copy_claim(origin: Run, goal: Run) -> None:
+def copy_claim(origin: Run, goal: Run, *, may_mix: bool) -> None:
     """Copies the claim of a run to its copy, so that both have the same line.
 
     An earlier copy of the claim is replaced: it does not name the jobs that have claimed the source
-    since. If a job has claimed the target itself, or the store denies the write, a warning is
-    logged. Does nothing if the source has no claim, or the target has one of the same job.
+    since. If the store denies the write, or with ``may_mix`` a job has claimed the target itself, a
+    warning is logged. Does nothing if the target has a claim of the same job.
 
     Raises:
+        CheckpointConflictError: If a job has claimed the target itself, unless ``may_mix`` is
+            set: the copy would replace steps of that job's training.
         ConfigError: If the target's store ignores conditions.
         StoreError: If a store refuses or stays unreachable.
     """
     ours, theirs = origin.owner(), goal.owner()
-    if ours is None or (theirs is not None and theirs.job == ours.job):
+    if ours is not None and theirs is not None and theirs.job == ours.job:
         return
     try:
         if theirs is not None and "copied" not in theirs.document:
-            raise CheckpointConflictError(f"{theirs.process} has begun to save there itself")
-        _put_claim(goal, {**ours.document, "copied": True}, theirs)
+            raise CheckpointConflictError(
+                f"{theirs.process} has begun to save into the target itself: copy to an empty "
+                "folder, or replace the steps of that job with overwrite=True (--overwrite)",
+                uri=str(goal.root),
+            )
+        if ours is not None:
+            _put_claim(goal, {**ours.document, "copied": True}, theirs)
     except (AccessDeniedError, CheckpointConflictError) as error:
+        if isinstance(error, CheckpointConflictError) and not may_mix:
+            raise
         logger.warning(
             "%s: the list of the copied run's jobs can't be written here, so restore() skips the "
             "copied steps of jobs that the list here lacks (they count as abandoned). Copy the run "
