@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import _weights_only_unpickler as _weights_only
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import (
@@ -48,7 +47,6 @@ __all__ = [
     "Collectives",
     "ExtensionRegistry",
     "MemoryFormat",
-    "ShardedTensor",
     "StorageInfo",
     "Store",
     "StreamTransformExtension",

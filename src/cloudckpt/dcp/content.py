@@ -133,7 +133,7 @@ class Content:
         if type(value) in _LEAVES:
             return value
         if isinstance(value, PerRank):
-            name = _name(self._rank)
+            name = f"rank_{self._rank}"
             check_nesting({name: value.value})
             inner = {name: self._saved(value.value, (*path, name))}
             self._own.append(_Own(path, value, inner))
@@ -219,7 +219,7 @@ class Content:
         return given
 
     def _take(self, value: PerRank[Any], loaded: Mapping[str, Any], path: Path) -> None:
-        own = _name(self._rank)
+        own = f"rank_{self._rank}"
         if value.is_loaded:
             value.value = self._put(value.value, loaded[own], (*path, own))
         # without ``is_loaded``, the entry of this rank is its own value
@@ -254,7 +254,7 @@ class Content:
             asked = [self._rank] if of_ranks.keys() == {*range(ranks)} else sorted(of_ranks)
             own.inner.clear()
             for rank, names in of_ranks.items():
-                name = _name(rank)
+                name = f"rank_{rank}"
                 if rank not in asked:
                     self.others.update(names)
                 elif rank == self._rank and own.takes(names, metadata):
@@ -297,10 +297,6 @@ class _Own:
         saved = map(metadata.state_dict_metadata.__getitem__, names)
         has_saved_tensors = any(isinstance(entry, TensorStorageMetadata) for entry in saved)
         return flat.keys() == names.keys() and not has_saved_tensors
-
-
-def _name(rank: int) -> str:
-    return f"rank_{rank}"
 
 
 def _by_rank(

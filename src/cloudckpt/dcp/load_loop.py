@@ -141,9 +141,9 @@ class _Load:
         self._reader = cast(StorageReader, reader)
         self._ours = reader if type(reader) is CloudStorageReader else None
         self._uri = reader.checkpoint_id if isinstance(reader, CloudStorageReader) else None
-        if planner is None:
-            planner = DefaultLoadPlanner()
-        if type(planner) is DefaultLoadPlanner and self._uri is not None:
+        planner = DefaultLoadPlanner() if planner is None else planner
+        is_changed = any(map(callable, vars(planner).values()))  # a method was replaced
+        if type(planner) is DefaultLoadPlanner and not is_changed and self._uri is not None:
             planner = CloudLoadPlanner(self._uri, partial=planner.allow_partial_load)
         self._planner = planner
         self._metadata = Metadata({})  # replaced by the metadata that is read
@@ -192,6 +192,7 @@ class _Load:
         report = LoadReport.of(
             wanted,
             metadata,
+            self._plan,
             uri,
             left_alone=content.left_alone | ({} if ours is None else ours.left_alone),
             converted=None if ours is None else ours.converted,
@@ -245,16 +246,14 @@ class _Load:
     def _status(self) -> RankStatus:
         if self._failure is not None:
             return RankStatus(failure=self._failure)
-        if self._ours is None:
-            options = (f"storage_reader={type(self._reader).__name__}",)
-            return RankStatus(location=self._uri or "", options=options)
-        shared_reads = self._ours.config.shared_reads
-        return RankStatus(location=self._ours.checkpoint_id, options=(f"{shared_reads=}",))
+        option = f"storage_reader={type(self._reader).__name__}"
+        if self._ours is not None:
+            option = f"shared_reads={self._ours.config.shared_reads!r}"
+        return RankStatus(location=self._uri or "", options=(option,))
 
     def _terms(self, status: RankStatus) -> _Terms:
         terms = _Terms(status.location, status.options, status.version, begins=True, gathers=True)
-        ours = self._ours
-        if ours is None:
+        if (ours := self._ours) is None:
             return terms
         self._metadata = ours.read_metadata()
         # with torch's default planner, the first rank returns the plans unchanged

@@ -32,7 +32,6 @@ from cloudckpt.checkpoint.shard import check_placements, check_shards, travels_a
 from cloudckpt.checkpoint.structure import Flat, Structure, check_nesting
 from cloudckpt.checkpoint.table import Entry, Table
 from cloudckpt.checkpoint.torch_private import (
-    ShardedTensor,
     create_chunk_list,
     flatten_sharded_tensors,
     init_state_dict,
@@ -55,13 +54,13 @@ __all__ = [
     "EverythingPlanner",
     "check_types",
     "conversions",
+    "parts_of",
     "saved_type",
     "table_of",
 ]
 
 logger = logging.getLogger("cloudckpt")
 
-_TENSORS = (torch.Tensor, ShardedTensor)
 _META = torch.device("meta")
 _FEW = 16
 """Up to this many chunks, comparing one by one is faster than all at once."""
@@ -325,7 +324,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             kept: The names that are not loaded.
         """
         replaced = {name for name, how in self.converted.items() if how == _REPLACED}
-        tensors = [(name, _parts(one)) for name, one in given.items() if name not in replaced]
+        tensors = [(name, parts_of(one)) for name, one in given.items() if name not in replaced]
         sharing = [tensors[number] for number in sharing_memory(tensors)]
         loaded = [one for one in sharing if one[0] not in kept]
         for mine in (one for one in sharing if one[0] in self.left_alone):
@@ -388,14 +387,14 @@ class EverythingPlanner(CloudLoadPlanner):
             return structure.nested(self.state_dict, self.metadata.planner_data or {}, self._uri)
 
 
-def _parts(value: Any) -> list[torch.Tensor]:
+def parts_of(value: Any) -> list[torch.Tensor]:
     """Returns the tensors that hold the elements of a tensor or DTensor; none for other values."""
     return in_memory(value) if type(value) in PLAIN or travels_as_bytes(value) else []
 
 
 def _memory_of(value: Any) -> tuple[Any, ...] | None:
     """Returns a value that is equal for tied tensors only; None for a value without memory."""
-    memory = [(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in _parts(value)]
+    memory = [(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in parts_of(value)]
     return (type(value) is DTensor, *memory) if memory else None
 
 
@@ -436,10 +435,9 @@ def _why_not(value: Any, entry: Entry) -> str:
 
     Element types are not compared.
     """
-    if not (isinstance(value, _TENSORS) or hasattr(value, "__create_chunk_list__")):
-        shape = entry.shape
+    if not (isinstance(value, torch.Tensor) or hasattr(value, "__create_chunk_list__")):
         return (
-            f"a tensor of shape {shape} in the checkpoint, but not in the state dict: put a "
+            f"a tensor of shape {entry.shape} in the checkpoint, but not in the state dict: put a "
             "tensor there to load it"
         )
     if hasattr(value, "size") and (shape := whole_shape(value)) != entry.shape:

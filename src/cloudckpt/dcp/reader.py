@@ -436,7 +436,7 @@ class CloudStorageReader(OurReader):
             load.run()
         wanted = getattr(planner, "state_dict", None)
         if self._commit is not None and isinstance(wanted, Mapping):
-            self.report = LoadReport.of(wanted, self._commit.metadata, str(self.uri))
+            self.report = LoadReport.of(wanted, self._commit.metadata, plan, str(self.uri))
         future: Future[None] = Future()
         future.set_result(None)
         return future

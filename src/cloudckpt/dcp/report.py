@@ -10,11 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from cloudckpt.checkpoint.lazy import table_behind
 from cloudckpt.dcp.copies import first_few
-from cloudckpt.dcp.load_plan import conversions, saved_type, table_of
+from cloudckpt.dcp.load_plan import conversions, parts_of, saved_type, table_of
 
 __all__ = ["LoadReport"]
 
@@ -61,7 +63,8 @@ class LoadReport:
         converted: The names that were not loaded exactly as they were saved, and how: with another
             element type, from other chunks (of a tensor that is sharded differently), as a value
             that takes a tensor's place, or by another name, with which they share memory.
-        left_alone: The names that keep their values although the checkpoint has an entry, and why.
+        left_alone: The names that keep their values although the checkpoint has an entry, and why:
+            also those that a load planner of the caller's did not read.
         optimizer: The names of saved optimizer state for which the state dict has no entry, such as
             state of parameters that are frozen now, or of an optimizer that has made no step.
         doubtful: The names that were loaded, but that torch's own functions change when the state
@@ -83,6 +86,7 @@ class LoadReport:
         cls,
         wanted: Mapping[str, Any],
         metadata: Metadata,
+        plan: LoadPlan,
         uri: str,
         *,
         left_alone: Mapping[str, str] | None = None,
@@ -94,6 +98,7 @@ class LoadReport:
         Args:
             wanted: The state dict that was loaded, by flat names.
             metadata: The metadata of the checkpoint.
+            plan: The reads of this rank.
             uri: The checkpoint.
             left_alone: The names that keep their values although the checkpoint has an entry, and
                 why.
@@ -106,17 +111,21 @@ class LoadReport:
             CheckpointError: If ``converted`` is None, and the metadata has classes or values that
                 torch's does not have.
         """
-        stored, left_alone = metadata.state_dict_metadata.keys(), left_alone or {}
+        stored, left_alone = metadata.state_dict_metadata.keys(), dict(left_alone or {})
+        sources = {item.dest_index.fqn: item.storage_index.fqn for item in plan.items}
+        for name in sorted(wanted.keys() & stored - sources.keys()):
+            # a rank reads nothing for a tensor of which it has no elements
+            if parts_of(wanted[name]) or not isinstance(wanted[name], torch.Tensor):
+                left_alone.setdefault(name, "its load planner does not read it")
         if converted is None:
-            table = table_of(metadata, uri)
-            types = conversions(wanted, functools.partial(saved_type, table))
+            types = conversions(wanted, functools.partial(saved_type, table_of(metadata, uri)))
             converted = {name: f"{saved} to {now}" for name, (saved, now) in types.items()}
         groups = [name for name in wanted if isinstance(name, str) and _GROUPS.search(name)]
         beside = {_GROUPS.split(name)[0] for name in groups}
         states = tuple(f"{prefix}state." for prefix in beside)
-        missing = wanted.keys() - stored - left_alone.keys() - converted.keys()
+        missing = wanted.keys() - stored - sources.keys() - left_alone.keys() - converted.keys()
         apart = missing.union(left_alone, unused)
-        others = stored - wanted.keys() - left_alone.keys() - {*unused}
+        others = stored - wanted.keys() - left_alone.keys() - {*unused, *sources.values()}
         optimizer = {name for name in others if states and name.startswith(states)}
         others -= optimizer
         return cls(
@@ -171,8 +180,7 @@ def _doubtful(
         for name, after in itertools.pairwise(params):
             if params[name] == [] and _GROUPS.split(name)[0] == _GROUPS.split(after)[0]:
                 changes[name] = _EMPTY
-    table = table_behind(metadata)
-    if table is not None and states:
+    if states and (table := table_behind(metadata)) is not None:
         of_states = (name for name in wanted if name.startswith(states) and name[-5:] != ".step")
         for name, dtype in ((name, saved_type(table, name)) for name in of_states):
             if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
