@@ -112,6 +112,8 @@ def test_a_folder_is_removed_and_its_commit_first(files, run, s3, monkeypatch):
     assert cloudckpt.exists(f"{run}/step-2", config=s3.config)
     with pytest.raises(FileNotFoundError):
         files.rm(f"{run}/step-1", recursive=True)
+    files.rm(run, recursive=True, maxdepth=1)
+    assert [path.rpartition("/")[2] for path in files.ls(run, detail=False)] == ["step-2"]
 
 
 @pytest.mark.parametrize("verb", ["put", "copy", "mv"])

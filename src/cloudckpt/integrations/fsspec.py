@@ -113,10 +113,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         path = self._strip_protocol(path)
         store, key, retrier = self._open_store(path)
         if key:
-            try:
+            with contextlib.suppress(ObjectNotFoundError):
                 return self._file(path, retrier.call(lambda: store.head(key)))
-            except ObjectNotFoundError:
-                pass
         below = f"{key}/" if key else ""
         if next(iter(store.list_level(below, retrier.call)), None) is None and key:
             raise FileNotFoundError(f"there is no file or folder at {self.scheme}://{path}")
@@ -304,7 +302,9 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """
         for one in [path] if isinstance(path, str) else path:
             if not recursive or maxdepth is not None:
-                super().rm(one, recursive=recursive, maxdepth=maxdepth)
+                for found in reversed(self.expand_path(one, recursive, maxdepth)):
+                    if not recursive or self.isfile(found):  # a folder is no object
+                        self.rm_file(found)
                 continue
             keys = [found.key for found in self._listed(one)]
             if keys:
