@@ -15,6 +15,7 @@ from urllib3 import HTTPHeaderDict
 
 from cloudckpt.errors import (
     InvalidRequestError,
+    ObjectNotFoundError,
     PreconditionFailedError,
     ServerError,
     StoreError,
@@ -78,8 +79,10 @@ def redirected_read(
             _check(if_version, reply.headers.get("ETag", ""), uri)
             yield reply
             return
-        if unseen is not None:  # the next try has the credentials that the GET was accepted with
-            text = "the store permits reading this object, but denies HEAD requests: grant these"
+        if unseen is not None:  # now with the credentials that the GET was accepted with
+            with contextlib.suppress(ObjectNotFoundError):
+                head(key)
+            text = "the store permits reading this object, but denied a HEAD request: read it again"
             raise ServerError(text, cause=unseen)
         target = _checked(reply.headers.get("Location", ""), url, uri)
         reply.close()
