@@ -397,6 +397,15 @@ def test_many_threads_that_want_credentials_at_once_look_once(job):
         assert all(asked.count(path) == 1 for path in asked if path.endswith(("token", "task")))
 
 
+@pytest.mark.parametrize("job", [aws_web_identity], indirect=True, ids=lambda s: s.__name__)
+def test_many_threads_share_the_failure_of_a_slow_service(job):
+    """One after the other, the last would wait for as many failures as there are threads."""
+    store = job.open()
+    job.here.answer = lambda request: time.sleep(1.0) or job.here.service.Answer(503)
+    assert {type(one) for one in at_once(8, lambda: job.read(store))} == {ConnectionLostError}
+    assert len(job.here.service.requests) < 8
+
+
 # the time of a signature
 
 

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote, urlencode
 from xml.etree.ElementTree import Element
 
 from cloudckpt.checksum import CRC64NVME
-from cloudckpt.config import AzureOptions, Config
+from cloudckpt.config import Config
 from cloudckpt.errors import (
     AccessDeniedError,
     CredentialsError,
@@ -95,7 +95,9 @@ class AzureStore(RestStore):
             copies_parts=is_azure,  # Azurite can't
         )
         self._scope = _present({"x-ms-encryption-scope": options.encryption_scope})
-        self._blob_headers = {**self._scope, **_blob_headers(options)}
+        tags = urlencode(options.tags, quote_via=quote) or None
+        given = {"x-ms-access-tier": options.access_tier, "x-ms-tags": tags}
+        self._blob_headers = {**self._scope, **_present(given)}
         # with the attempt's, they replace the source's metadata, which would be copied otherwise
         self.copy_headers = {**self._blob_headers, "x-ms-requires-sync": "True"}
         self._begun: dict[str, Upload] = {}
@@ -344,12 +346,6 @@ def _upload_of(block: str) -> str:
     except (binascii.Error, UnicodeDecodeError):
         return block
     return name[:_UPLOAD_ID] if len(name) == _UPLOAD_ID + _NUMBER else block
-
-
-def _blob_headers(options: AzureOptions) -> dict[str, str]:
-    """Returns the headers of every new blob."""
-    tags = urlencode(options.tags, quote_via=quote)
-    return _present({"x-ms-access-tier": options.access_tier, "x-ms-tags": tags or None})
 
 
 def _present(headers: Mapping[str, str | None]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import botocore.exceptions
@@ -95,14 +95,15 @@ class BucketAccess(Access):
         unused = [] if options.anonymous else [session]  # creating one takes as long as a client
         with translated(uri):
             core = session._session
-            self._scoped = core.get_scoped_config()
+            profile = core.get_scoped_config().get("s3") or {}
             client = new_client(session, options)
             self.base, region = resolve(client, bucket)
             host = self.base.split("/")[2].partition(":")[0]
             suffix = amazon_suffix(core, host)
             self.dialect = _dialect(options, bucket, host, uri, is_amazon=suffix is not None)
             self.is_at_vendor = self.dialect.is_at_vendor(host, is_amazon=suffix is not None)
-            style = self._addressing_style(options)
+            given = options.addressing_style or profile.get("addressing_style")
+            style = None if given else self.dialect.addressing_style
             if style is not None:
                 options = replace(options, addressing_style=style)
                 client.close()
@@ -112,8 +113,7 @@ class BucketAccess(Access):
         # path style: http://host/bucket; virtual style: https://bucket.host/
         path_style = self.base.count("/") > 3
         self.bucket_url = self.base.removesuffix("/") if path_style else self.base
-        self._endpoint = _Endpoint(self.bucket_url, region)
-        self.url, self.region = self._endpoint
+        self.url, self.region = self._endpoint = _Endpoint(self.bucket_url, region)
         self._errors = partial(keys_error, uri=uri)
         self.credentials = Credentials(lambda: self._find(config, unused), self._errors)
         self._moving = threading.Lock()
@@ -127,11 +127,6 @@ class BucketAccess(Access):
         if self.dialect.redirects:  # the hosts that reads are redirected to must not see it
             self.http_options = replace(self.http_options, client_cert=None)
 
-    def _addressing_style(self, options: S3Options) -> Literal["path", "virtual"] | None:
-        """Returns the style that the vendor demands; None if there is none or the user sets one."""
-        style = options.addressing_style or (self._scoped.get("s3") or {}).get("addressing_style")
-        return None if style else self.dialect.addressing_style
-
     def _find(self, config: Config, unused: list[Any]) -> Keys | Sessions | NoCredentials:
         """Returns a new source of credentials, with a boto3 session from `unused` if it has one."""
         options = self._options
@@ -142,7 +137,7 @@ class BucketAccess(Access):
             return unused.pop() if unused else new_session(options)
 
         if not self.dialect.sessions:
-            return Keys(next_session(), self._uri)
+            return Keys(next_session(), self._uri, self._errors)
         session = next_session()
         client = session_client(session, config, self.region)
         return Sessions(session, client, self.bucket, self._uri, self._errors)
@@ -186,8 +181,7 @@ class BucketAccess(Access):
                 "%s is in %s, not %s: set %s to %s to avoid redirected requests",
                 self._uri, region, used or "the default region", given, region,
             )  # fmt: skip
-            self._endpoint = endpoint
-            self.url, self.region = endpoint
+            self.url, self.region = self._endpoint = endpoint
             return True
 
     def authorize(
@@ -218,8 +212,7 @@ class BucketAccess(Access):
         for view in body if signs else ():
             digest.update(view)  # releases the GIL for all but tiny views
         signed.context["digest"] = digest.hexdigest() if signs else "UNSIGNED-PAYLOAD"
-        access_key, secret_key, token = secrets
-        keys = ReadOnlyCredentials(access_key, secret_key, token or None)
+        keys = ReadOnlyCredentials(*secrets[:2], secrets[2] or None)
         if not isinstance(source, Sessions):
             signer: S3SigV4Auth = _Signer(keys, "s3", endpoint.region)
         elif copies:  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
@@ -252,9 +245,7 @@ def _dialect(options: S3Options, bucket: str, host: str, uri: str, *, is_amazon:
     Raises:
         ConfigError: If an option is set that the store does not support.
     """
-    row = dialect_of(bucket, host, is_amazon=is_amazon)
-    if options.dialect != "auto":
-        row = DIALECTS[options.dialect]
+    row = DIALECTS.get(options.dialect) or dialect_of(bucket, host, is_amazon=is_amazon)
     given = ", ".join(name for name in sorted(row.unsupported_options) if getattr(options, name))
     if given:
         why = f"{row.title} does not support all S3Options that are set: leave out {given}"
@@ -278,13 +269,30 @@ _LEAST_ID = 16
 # seconds before the keys' expiry, as in botocore.utils.IdentityCache: from then on one thread
 # renews them while the others use them; from then on all threads wait
 _RENEWED, _AWAITED = 45, 10
+_KEYS_AWAITED = 600  # as the latter, for the credentials that botocore finds
+
+
+def _current(found: Any, awaited: int, fetch: SharedCall[Any]) -> tuple[str, ...]:
+    """Returns access key, secret key and token, by `fetch` if they end within `awaited` seconds.
+
+    botocore itself lets all threads ask for new ones then, one after another, even if each has to
+    wait for minutes and gets none. None stands for credentials that were never fetched.
+    """
+    is_due = getattr(found, "refresh_needed", lambda seconds: found is None)
+    frozen = fetch() if is_due(awaited) else found.get_frozen_credentials()
+    return frozen.access_key, frozen.secret_key, frozen.token or ""
 
 
 class Keys:
     """The credentials that boto3 finds."""
 
-    def __init__(self, session: Any, uri: str) -> None:
-        """Asks a boto3 session for credentials; `uri` is the bucket, for messages.
+    def __init__(self, session: Any, uri: str, errors: Errors) -> None:
+        """Asks a boto3 session for credentials.
+
+        Args:
+            session: The session.
+            uri: The bucket, for messages.
+            errors: Converts boto3's exceptions.
 
         Raises:
             CredentialsError: If boto3 finds no credentials.
@@ -299,11 +307,11 @@ class Keys:
                 uri=uri,
                 certain=True,
             )
+        self._fetch = SharedCall(self._found.get_frozen_credentials, errors)
 
     def secrets(self) -> tuple[str, ...]:
         """Returns the access key, the secret key and the session token, which may be empty."""
-        frozen = self._found.get_frozen_credentials()
-        return frozen.access_key, frozen.secret_key, frozen.token or ""
+        return _current(self._found, _KEYS_AWAITED, self._fetch)
 
     def origin(self) -> Origin:
         key = self.secrets()[0]
@@ -362,11 +370,11 @@ class Sessions:
             StoreError: If there are no credentials, as in :class:`Keys`.
         """
         self._bucket, self._uri = bucket, uri
-        self.identity = Credentials(lambda: Keys(session, uri), errors)
+        self.identity = Credentials(lambda: Keys(session, uri, errors), errors)
         """The credentials that sign copies, which may read buckets that no session covers."""
         self._client = client
         self._keys: Any = None
-        self._start = SharedCall(self._started, errors)
+        self._fetch = SharedCall(self._fetched, errors)
 
     def secrets(self) -> tuple[str, ...]:
         """Returns the access key, the secret key and the token of a valid session.
@@ -375,23 +383,21 @@ class Sessions:
             CredentialsError: If the AWS credentials can't be used.
             AccessDeniedError: If they may not begin a session.
             BucketNotFoundError: If the bucket does not exist.
-            ConnectionLostError: If S3 does not respond or is overloaded; at a renewal, boto3's own
-                exception instead, which :class:`Credentials` converts.
+            ConnectionLostError: If S3 does not respond or is overloaded.
         """
-        if self._keys is None:
-            self._keys = self._start()
-        frozen = self._keys.get_frozen_credentials()
-        return frozen.access_key, frozen.secret_key, frozen.token
+        return _current(self._keys, _AWAITED, self._fetch)
 
-    def _started(self) -> Any:
-        """Begins the first session; returns its keys, which botocore renews."""
-        return RefreshableCredentials.create_from_metadata(
-            metadata=self._begin(),
-            refresh_using=self._begin,
-            method="s3express",
-            advisory_timeout=_RENEWED,
-            mandatory_timeout=_AWAITED,
-        )
+    def _fetched(self) -> Any:
+        """Returns the keys of a session that botocore renews; begins it if there is none."""
+        if self._keys is None:
+            self._keys = RefreshableCredentials.create_from_metadata(
+                metadata=self._begin(),
+                refresh_using=self._begin,
+                method="s3express",
+                advisory_timeout=_RENEWED,
+                mandatory_timeout=_AWAITED,
+            )
+        return self._keys.get_frozen_credentials()
 
     def _begin(self) -> dict[str, str]:
         """Begins a session; returns its keys as the dict from which botocore makes credentials."""
