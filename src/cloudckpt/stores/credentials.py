@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
+from cloudckpt import waiting
 from cloudckpt.errors import (
     CloudCheckpointError,
     ConnectionLostError,
@@ -102,7 +103,8 @@ class SharedCall(Generic[T]):
     """A call that one thread at a time makes; threads that ask meanwhile share its outcome.
 
     The sources of credentials are slow, and refuse too many requests at a time. If each thread
-    asked in turn, the last one would wait far beyond the deadline of its request.
+    asked in turn, the last one would wait far beyond the deadline of its request. A call that takes
+    long is logged once (:mod:`cloudckpt.waiting`).
     """
 
     def __init__(self, call: Callable[[], T], errors: Errors) -> None:
@@ -125,16 +127,28 @@ class SharedCall(Generic[T]):
             raise ConnectionLostError(text, certain=True)
         try:
             if self._ended <= asked:
+                late = threading.Timer(waiting.FIRST_LINE, _tell, [waiting.current()])
+                late.daemon = True
+                late.start()
                 try:
                     self._outcome = self._call()
                 except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
                     self._outcome = self._errors(exc)
+                finally:
+                    late.cancel()
                 self._ended = time.monotonic()
             if isinstance(self._outcome, CloudCheckpointError):
                 raise_without_context(copy.copy(self._outcome))
             return cast(T, self._outcome)
         finally:
             self._lock.release()
+
+
+def _tell(operation: waiting.Waiting | None) -> None:
+    """Logs that an operation waits for credentials: a program that issues them may never end."""
+    if operation is not None:
+        operation.sends("the credentials")
+        operation.is_silent(waiting.FIRST_LINE)
 
 
 class Credentials:
@@ -170,10 +184,7 @@ class Credentials:
         self._has_failed = False
         self._were_issued = False
         self.have_worked = False
-        try:
-            self.current: Source = find()
-        except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
-            raise_without_context(errors(exc))
+        self.current: Source = SharedCall(find, errors)()
 
     def get(self) -> Issued:
         """Returns the source for the next request, and its secrets; renews them if they are due.

@@ -261,7 +261,11 @@ class RestStore(ObjectStore):
             conceal(error, signed.secrets[self.public_secrets :] if signed else ())
             may_be_renewed = self.access.credentials.have_worked and signed and signed.secrets
             if may_be_renewed and type(error) is CredentialsError and error.status:
-                raise _expired(error) from error
+                late = ExpiredCredentialsError(
+                    error.message, uri=error.uri, cause=error.cause, certain=error.certain
+                )
+                late.status = error.status
+                raise late from error
             raise
 
     def _refusal(self, reply: Reply, method: str, uri: str) -> StoreError:
@@ -543,15 +547,6 @@ class RestStore(ObjectStore):
 
     def close(self) -> None:
         self._http.close()
-
-
-def _expired(refused: CredentialsError) -> ExpiredCredentialsError:
-    """Returns a refusal of previously accepted credentials as a transient error."""
-    error = ExpiredCredentialsError(
-        refused.message, uri=refused.uri, cause=refused.cause, certain=refused.certain
-    )
-    error.status = refused.status
-    return error
 
 
 def encode_query(query: Mapping[str, str]) -> str:

@@ -70,7 +70,9 @@ def from_answer(
     `headers` must accept lower-case names. `is_google` tells whether the endpoint is Google's own
     rather than an emulator.
     """
-    body = _decompressed(headers, body)
+    if headers.get("content-encoding") == "gzip":
+        with contextlib.suppress(zlib.error):
+            body = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(body, _LONGEST_BODY)
     reason, message = _fields(body)
     found = (code for of, words, code in _BY_WORDS if status == of and words in message)
     alias = next(found, reason[:1].lower() + reason[1:])
@@ -92,14 +94,6 @@ def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
     if not body or message:
         return False
     return is_google or not _OF_EMULATORS.fullmatch(body)
-
-
-def _decompressed(headers: Mapping[str, str], body: bytes) -> bytes:
-    """Returns the body, or the first 64 KiB of its content if the headers say that it is gzip."""
-    if headers.get("content-encoding") == "gzip":
-        with contextlib.suppress(zlib.error):
-            return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(body, _LONGEST_BODY)
-    return body
 
 
 def _fields(body: bytes) -> tuple[str, str]:

@@ -53,7 +53,9 @@ def failure(exc: BaseException, method: str, url: str, bundle: str | None) -> St
     lasting = _refused_by_proxy(exc, host) or lasting_tls_failure(exc, host, bundle=bundle)
     if lasting is not None:
         return lasting
-    unsent = _never_connected(exc)
+    inner = getattr(exc, "original_error", exc)  # urllib3's ProxyError wraps it
+    # no connection was made; also for refused connections and unresolved names
+    unsent = isinstance(inner, urllib3.exceptions.ConnectTimeoutError)
     why = f"no connection to {host} for" if unsent else f"no answer from {host} to"
     return ConnectionLostError(
         f"{why} a {method} request: check the endpoint and the network (try cloudckpt doctor)",
@@ -132,13 +134,6 @@ def _refused_by_proxy(exc: BaseException, host: str) -> StoreError | None:
         cause=said[0],
         certain=True,
     )
-
-
-def _never_connected(exc: BaseException) -> bool:
-    """Returns whether the request was never sent because no connection could be made."""
-    inner = getattr(exc, "original_error", exc)  # urllib3's ProxyError wraps it
-    # also for refused connections and unresolved names
-    return isinstance(inner, urllib3.exceptions.ConnectTimeoutError)
 
 
 def _plain(exc: BaseException) -> str:
