@@ -7,11 +7,19 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from cloudckpt import Config, api
 from cloudckpt.checkpoint.torch_private import groups_joined
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.errors import AccessDeniedError, CheckpointExistsError, UntrustedPickleError
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointExistsError,
+    UnsupportedTensorError,
+    UnsupportedValueError,
+    UntrustedPickleError,
+)
 from cloudckpt.integrations.lightning_state import FabricOnStores, PluginOnStores
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
@@ -134,7 +142,7 @@ def test_random_generators_go_on_as_they_were() -> None:
     def drawn() -> list[float]:
         return [random.random(), torch.rand(1).item(), numpy.random.rand()]
 
-    state = unpickle_values(pickle_values(random_state()), "", "")
+    state = unpickle_values(pickle_values(random_state(), "", "", Config()), "", "")
     expected = drawn()
     assert drawn() != expected
     set_random_state(state)
@@ -157,11 +165,34 @@ def test_a_value_that_one_rank_cannot_pickle_is_told_to_all(ranks, tmp_path) -> 
     assert ["rule" in str(error) or "lambda" in str(error) for error in errors] == [True, True]
 
 
+def _save_averages(folder: Path) -> list[float]:
+    def averages(values: torch.Tensor) -> dict[str, object]:
+        mesh = init_device_mesh("cpu", (2,))
+        return {"weight": distribute_tensor(values, mesh, [Shard(0)]), "updates": int(values[-1])}
+
+    strategy, model = _Strategy(), torch.nn.Linear(1, 1)
+    values = {"step": 1, "averages": averages(torch.arange(4.0))}
+    with pytest.raises(UnsupportedTensorError):  # the Trainer gives no tensors to load them into
+        pickle_values(values, "", "", Config())
+    strategy.save_checkpoint(f"file://{folder}/step-1", {"model": model, **values})
+    state = {"model": model, "step": 0, "averages": averages(torch.zeros(4))}
+    assert strategy.load_checkpoint(f"file://{folder}/step-1", state) == {}
+    assert (state["step"], state["averages"]["updates"]) == (1, 3)
+    return state["averages"]["weight"].to_local().tolist()
+
+
+def test_fabric_saves_the_shards_of_all_ranks_also_of_averages(ranks, tmp_path) -> None:
+    assert ranks(2, _save_averages, tmp_path) == [[0.0, 1.0], [2.0, 3.0]]
+
+
 def test_a_plugin_loads_the_values_that_a_load_of_cloudckpt_accepts(tmp_path) -> None:
     plugin, values = PluginOnStores(), {"best": numpy.float32(0.5), "folder": tmp_path}
     plugin.save_checkpoint(values, f"file://{tmp_path}/step-1")
     assert plugin.load_checkpoint(f"file://{tmp_path}/step-1") == values
-    plugin.save_checkpoint({"rule": torch.nn.ReLU}, uri := f"file://{tmp_path}/step-2")
+    refused = {"rule": torch.nn.ReLU}
+    with pytest.raises(UnsupportedValueError):
+        PluginOnStores(Config(unloadable="refuse")).save_checkpoint(refused, "file:///a/b")
+    plugin.save_checkpoint(refused, uri := f"file://{tmp_path}/step-2")
     with pytest.raises(UntrustedPickleError, match="weights_only=False"):
         plugin.load_checkpoint(uri)
     assert plugin.load_checkpoint(uri, weights_only=False) == {"rule": torch.nn.ReLU}

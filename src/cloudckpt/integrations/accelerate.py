@@ -115,7 +115,8 @@ def save_state(
 
         state, folder = meeting.begin(collect)
         files, own = map_files_of_ranks(folder, meeting)
-        state |= {OF_RANKS: per_rank(pickle_values(own))} | ({_FILES: files} if files else {})
+        mine = per_rank(pickle_values(own, OF_RANKS, str(location), config))
+        state |= {OF_RANKS: mine} | ({_FILES: files} if files else {})
         saves.save(state, str(location))
     if meeting.rank == 0 and step is not None:
         saves.prune_run(Run(location.parent, config=config), retention)

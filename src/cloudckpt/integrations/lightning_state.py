@@ -30,6 +30,7 @@ from cloudckpt.integrations.state import (
     OF_RANKS,
     Parts,
     entries_of_rank,
+    is_sharded,
     pickle_values,
     random_state,
     set_random_state,
@@ -111,8 +112,9 @@ class _OnStores:
                     uri=uri,
                 )
             parts, values = collect()
-            is_first = getattr(self, "is_global_zero", True)
-            return {**parts, _VALUES: pickle_values(values)} if is_first else parts
+            if getattr(self, "is_global_zero", True):
+                parts = {**parts, _VALUES: pickle_values(values, _VALUES, uri, self._config)}
+            return parts
 
         # the ranks meet, as the first one may fail alone, when it pickles
         state = Meeting.of(None, self._is_alone).begin(prepare)
@@ -149,7 +151,9 @@ class FabricOnStores(_OnStores):
     """Mix-in by which Fabric's strategies save to URIs, each rank its shards, in one commit.
 
     Dataloaders in the state, and values marked by :func:`cloudckpt.per_rank`, are saved for each
-    rank, and loaded by the same rank.
+    rank, and loaded by the same rank. Values with sharded tensors, such as averaged weights, are
+    saved by all ranks, each its shards, and loaded in place; of other values the first rank's are
+    saved.
     """
 
     @collective("Fabric.save")
@@ -182,7 +186,8 @@ class FabricOnStores(_OnStores):
                 for key, value in state.items()
                 if key not in parts
             }
-            return parts, values
+            sharded = [key for key, value in values.items() if is_sharded(value)]
+            return parts | {key: values.pop(key) for key in sharded}, values
 
         self._save(collect, uri, storage_options)
 
@@ -224,18 +229,21 @@ class FabricOnStores(_OnStores):
                 uri=uri,
             )
         own = entries_of_rank(state)
+        others = {
+            key: one for key, one in state.items() if not isinstance(one, (Module, Optimizer))
+        }
         loaded = _parts(state, uri).load(
             uri,
             self._config,
-            others={_VALUES: io.BytesIO(), **own},
+            others={**others, **own, _VALUES: io.BytesIO()},
             strict=strict,
             trust_pickle=weights_only is False,
         )
         values = _values_in(loaded, uri, weights_only)
-        for key, value in state.items():
-            if isinstance(value, (Module, Optimizer)) or key in loaded:
-                continue
-            if key in values:
+        for key, value in others.items():
+            if key in loaded:
+                state[key] = value if key in own else loaded[key]
+            elif key in values:
                 saved = values.pop(key)
                 if callable(load := getattr(value, "load_state_dict", None)):
                     load(saved)
@@ -302,7 +310,7 @@ class TrainerOnStores(_OnStores):
                 parts |= Parts({}, self._named_optimizers()).state_dicts()
                 loaders = _fit_loop(values).get("combined_loader")
                 own = {"random": random_state(), "loaders": loaders}
-                parts[OF_RANKS] = per_rank(pickle_values(own))
+                parts[OF_RANKS] = per_rank(pickle_values(own, OF_RANKS, uri, self._config))
             return parts, values
 
         self._save(collect, uri, storage_options, values.get("global_step"))

@@ -32,17 +32,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from cloudckpt.checkpoint.values import load_item
+from cloudckpt.checkpoint.values import Unloadable, load_item
 from cloudckpt.checkpointer import CheckpointerConfig, make_sync_checkpointer
 from cloudckpt.checksum import CRC32C
 from cloudckpt.config import Config
 from cloudckpt.dcp.content import PerRank, per_rank
 from cloudckpt.dcp.meeting import Meeting
-from cloudckpt.errors import ConfigError
+from cloudckpt.errors import ConfigError, UnsupportedTensorError
 from cloudckpt.runs.contents import inspect
 from cloudckpt.transfer.memory import bytes_of
 from cloudckpt.uri import CheckpointURI, text_of, unfolded
@@ -51,6 +52,7 @@ __all__ = [
     "OF_RANKS",
     "Parts",
     "entries_of_rank",
+    "is_sharded",
     "map_files",
     "map_files_of_ranks",
     "pickle_values",
@@ -267,10 +269,37 @@ def entries_of_rank(state: Mapping[str, Any]) -> dict[str, PerRank[Any]]:
     return {key: one if isinstance(one, PerRank) else per_rank(one) for key, one in own.items()}
 
 
-def pickle_values(values: Mapping[str, Any]) -> io.BytesIO:
-    """Pickles values with ``torch.save`` into a buffer, as frameworks write their small files."""
+def is_sharded(value: object) -> bool:
+    """Returns whether a value holds a DTensor, or a ShardedTensor, which has ``local_shards``."""
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return any(isinstance(leaf, DTensor) or hasattr(leaf, "local_shards") for leaf in leaves)
+
+
+def pickle_values(values: Mapping[str, Any], item: str, uri: str, config: Config) -> io.BytesIO:
+    """Pickles values with ``torch.save`` into a buffer, as frameworks write their small files.
+
+    Warns, or raises an error with ``Config(unloadable="refuse")``, if :func:`unpickle_values` would
+    refuse them.
+
+    Args:
+        values: The values.
+        item: The name of the item, for messages.
+        uri: The location of the checkpoint, for messages.
+        config: Options.
+
+    Raises:
+        UnsupportedTensorError: If a value is sharded: only this rank's shards would be saved.
+        UnsupportedValueError: If a load would refuse a value, and ``unloadable`` is "refuse".
+    """
+    if (name := next((name for name, one in values.items() if is_sharded(one)), None)) is not None:
+        text = f"{name} has sharded tensors, of which only the first rank's shards would be saved: "
+        text += "leave it out, or save it with cloudckpt.save to a location of its own"
+        raise UnsupportedTensorError(text, uri=uri, item=name)
     buffer = io.BytesIO()
     torch.save(dict(values), buffer)
+    check = Unloadable(uri, "refuse" if config.unloadable == "refuse" else "warn")
+    check.look(buffer.getvalue(), item, dict)
+    check.check()
     buffer.seek(0)
     return buffer
 
