@@ -25,6 +25,7 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         self.sharded = sharded
         self.net: torch.nn.Module | None = None
         self.losses: list[float] = []
+        self.restored: list[str] = []
         if not sharded:
             self._make()
 
@@ -43,6 +44,10 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         self.losses.append(loss.item())
         self.log("loss", loss)
         return loss
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As averages of weights do, which begin with those of the checkpoint."""
+        self.restored = sorted(checkpoint["state_dict"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 1e-2)
@@ -128,6 +133,7 @@ def main() -> None:
         message=message,
         step=trainer.global_step,
         losses=model.losses,
+        restored=model.restored,
         best=saving.best_model_path,
         last=saving.last_model_path,
         drawn=random.random(),

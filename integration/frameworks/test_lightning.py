@@ -26,6 +26,8 @@ def test_training_goes_on_with_another_number_of_ranks(
 
     assert [one["step"] for one in resumed] == [4] * after
     assert resumed[0]["losses"] == pytest.approx(straight["losses"][2:], rel=1e-5)
+    of_layers = [f"net.{layer}.{name}" for layer in (0, 2) for name in ("bias", "weight")]
+    assert [one["restored"] for one in resumed] == [of_layers] * after
     assert cloudckpt.latest(run) == f"{run}/step-4"
     assert not [*(tmp_path / "cwd").iterdir()]
 

@@ -328,7 +328,9 @@ class TrainerOnStores(_OnStores):
             weights_only: If False, pickles in the checkpoint may run any code.
 
         Returns:
-            The other values of the Trainer's checkpoint: loops, callbacks, hyperparameters.
+            The Trainer's checkpoint: the model's state dict, loops, callbacks, hyperparameters, and
+            what else was saved. Changes of the state dict in it, in ``on_load_checkpoint`` for
+            example, change the model's tensors only if made in place.
 
         Raises:
             CloudCheckpointError: The errors of :func:`cloudckpt.load`.
@@ -352,7 +354,7 @@ class TrainerOnStores(_OnStores):
             strict=module.strict_loading,
             trust_pickle=weights_only is False,
         )
-        values = _values_in(loaded, uri, weights_only)
+        values = {**_values_in(loaded, uri, weights_only), "state_dict": loaded["state_dict"]}
         if own.is_loaded:
             saved = unpickle_values(own.value, OF_RANKS, uri, weights_only)
             set_random_state(saved["random"])

@@ -127,7 +127,7 @@ class Parts:
             trust_pickle: Whether pickles in the checkpoint may run any code.
 
         Returns:
-            The loaded values of ``others``.
+            The loaded values of ``others``, and the loaded state dict of each model.
 
         Raises:
             MissingKeyError: If ``strict``, and the checkpoint lacks a model or an optimizer.
@@ -156,13 +156,14 @@ class Parts:
         with make_sync_checkpointer(options) as checkpointer:
             loaded = checkpointer.load(uri, wanted | more, strict=strict)
         for name, model in self._models.items():
-            set_model_state_dict(model, loaded[name], options=StateDictOptions(strict=strict))
+            given = dict(loaded[name])  # torch renames its entries
+            set_model_state_dict(model, given, options=StateDictOptions(strict=strict))
         for name, (model, optimizer) in optimizers.items():
             loaded[name].setdefault("state", {})
             with _without_new_states(optimizer):
                 some = StateDictOptions(strict=False)
                 set_optimizer_state_dict(model, optimizer, loaded[name], options=some)
-        return {name: loaded[name] for name in more}
+        return {name: loaded[name] for name in (*self._models, *more)}
 
 
 def _optimizer_state_to_load(
