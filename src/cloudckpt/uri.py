@@ -303,6 +303,13 @@ class CheckpointURI:
             return CheckpointURI("file", "", os.path.abspath(f"{self.prefix.rstrip('/')}/{below}"))
         return CheckpointURI.parse(f"{str(self).rstrip('/')}/{below}")
 
+    def can_join(self, name: str) -> bool:
+        """Returns whether the location of the folder `name` beneath this one is valid.
+
+        The name of a folder on a disk may have "?" and "#", which a URI does not.
+        """
+        return self.accepts(f"{self.prefix if self.scheme == 'file' else self}/{name}")
+
     @property
     def parent(self) -> CheckpointURI:
         """The parent folder; for the root of a bucket or file system, the root itself."""

@@ -291,7 +291,7 @@ def run(tmp_path) -> Path:
     for step in range(1, 5):
         state = {"w": torch.full((500,), float(step))}
         cloudckpt.save(state, checkpoint_id=tmp_path / "run" / f"step-{step}")
-    cloudckpt.save({"w": torch.zeros(500)}, checkpoint_id=tmp_path / "run" / "the best, ü")
+    cloudckpt.save({"w": torch.zeros(500)}, checkpoint_id=tmp_path / "run" / "the best #1, ü?")
     (tmp_path / "run" / "step-2" / ".metadata").unlink()
     (tmp_path / "run" / "logs").mkdir()
     (tmp_path / "run" / "logs" / "events").write_text("mine")
@@ -371,7 +371,7 @@ def _copy(source: str, target: str) -> int:
 def test_ranks_divide_the_checkpoints_of_a_run(ranks, run, tmp_path) -> None:
     nbytes = ranks(2, _copy, str(run), str(tmp_path / "b"))
     assert all(nbytes)
-    assert copied_names(tmp_path / "b") == ["step-1", "step-3", "step-4", "the best, ü"]
+    assert copied_names(tmp_path / "b") == ["step-1", "step-3", "step-4", "the best #1, ü?"]
     assert cloudckpt.verify(tmp_path / "b" / "step-4").items == 1
     alone = ranks(2, _copy, str(run / "step-4"), str(tmp_path / "one"))
     assert alone[0] > alone[1] == 0
@@ -384,7 +384,7 @@ def test_what_fails_on_one_rank_is_told_to_all(ranks, run, tmp_path) -> None:
     raised = ranks.errors(2, _copy, str(run), str(tmp_path / "b"))
     assert [type(error) for error in raised] == [errors.CheckpointCorruptError] * 2
     assert "that were not copied: 1; " in str(raised[0])
-    assert copied_names(tmp_path / "b") == ["step-1", "step-4", "the best, ü"]
+    assert copied_names(tmp_path / "b") == ["step-1", "step-4", "the best #1, ü?"]
 
 
 FAILING = [
@@ -442,7 +442,7 @@ def test_a_copy_of_a_run_goes_on_and_replaces_what_differs_unless_that_is_off(
             (4, 0) if there == "nothing" else (3, 1)
         )
     copy(run, tmp_path / "copy")
-    assert copied_names(tmp_path / "copy") == ["step-1", "step-3", "step-4", "the best, ü"]
+    assert copied_names(tmp_path / "copy") == ["step-1", "step-3", "step-4", "the best #1, ü?"]
     state = {"w": torch.zeros(500)}
     cloudckpt.load(state, checkpoint_id=target)
     assert state["w"].unique().item() == 3.0

@@ -424,9 +424,9 @@ class Run:
 
         ``job`` and ``is_abandoned`` keep their defaults. None if the folder has no objects of a
         checkpoint, or only the marks by which others refer to it; or if its name is not valid in a
-        location, such as a name with "?".
+        location, such as a name with "?" in a bucket.
         """
-        if not CheckpointURI.accepts(f"{self.root}/{folder}"):
+        if not self.root.can_join(folder):
             return None
         uri = self.root.join(folder)
         below = uri.key("")

@@ -52,7 +52,7 @@ def matching(location: str, config: Config | None = None) -> list[str]:
             uri.join(folder)
             for uri in folders
             for folder in view.folders(uri.key(""))
-            if fnmatchcase(folder, name) and CheckpointURI.accepts(f"{uri}/{folder}")
+            if fnmatchcase(folder, name) and uri.can_join(folder)
         ]
     if not folders:
         raise CheckpointNotFoundError(
@@ -84,7 +84,7 @@ def runs_beneath(
             if is_one:
                 runs |= {uri.parent} - {root.root.parent}
                 continue
-            names = [name for name in names if CheckpointURI.accepts(f"{uri}/{name}")]
+            names = [name for name in names if uri.can_join(name)]
             newest = root.steps_among(names)[-_STEPS_TRIED:]
             steps.append([uri.join(root.names.name(step)) for step in newest])
             others = (name for name in names if root.names.step(name) is None and name[0] != ".")
