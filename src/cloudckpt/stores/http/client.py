@@ -302,7 +302,8 @@ class HttpClient:
         self._options = options
         self._config = config = options.config
         self._timeout = urllib3.Timeout(connect=config.connect_timeout, read=config.read_timeout)
-        settings: dict[str, Any] = {"maxsize": config.most_connections, "num_pools": 8}
+        # 64 more are kept while idle: listings and other transfers use the store meanwhile
+        settings: dict[str, Any] = {"maxsize": config.most_connections + 64, "num_pools": 8}
         settings["socket_options"] = _socket_options()
         settings["cert_reqs"] = "CERT_REQUIRED"
         if options.proxy is None:
