@@ -54,6 +54,7 @@ def test_what_nobody_can_tell_is_asked_for(cli, stock, file, tmp_path):
     for source, target, told in (
         (stock, tmp_path / "v1.5", "give --to"),
         (file, tmp_path / "model.safetensors", "cloudckpt export on"),
+        (stock, tmp_path / "model.safetensors", "cloudckpt export on"),
     ):
         ended = cli("convert", source, target)
         assert ended.code == 2

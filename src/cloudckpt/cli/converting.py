@@ -77,16 +77,17 @@ def _wanted(source_kind: Kind, target: str, to: Kind | None) -> Kind:
         raise typer.BadParameter("SOURCE is a torch.save file already: copy the file instead")
     if to is not None:
         return to
-    if source_kind == "torch" and suffix == ".safetensors":
+    if suffix == ".safetensors":
         raise typer.BadParameter(
-            "a file of torch.save can only be converted to a checkpoint: give --to dcp, and "
-            "for a model run cloudckpt export on the checkpoint"
+            "convert writes no safetensors files: run cloudckpt export on the checkpoint (of a "
+            "file of torch.save, make one by convert with --to dcp)"
         )
     if source_kind == "dcp" and suffix in _FILES:
         return "torch"
     if source_kind == "dcp" and suffix:
         raise typer.BadParameter(
-            "SOURCE is a checkpoint, and TARGET may be a checkpoint or a file: give --to"
+            f"the ending {suffix} of TARGET doesn't say whether to write a checkpoint or a file of "
+            "torch.save: give --to dcp or --to torch"
         )
     return "dcp"
 
