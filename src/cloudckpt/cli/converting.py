@@ -86,8 +86,7 @@ def _wanted(source_kind: Kind, target: str, to: Kind | None) -> Kind:
         return "torch"
     if source_kind == "dcp" and suffix:
         raise typer.BadParameter(
-            f"the ending {suffix} of TARGET doesn't say whether to write a checkpoint or a file of "
-            "torch.save: give --to dcp or --to torch"
+            f"{suffix} names no kind of TARGET: give --to torch (a file) or --to dcp (a checkpoint)"
         )
     return "dcp"
 

@@ -120,9 +120,7 @@ class Trials:
         store, key = self._store, self._key("conditions")
         self._put(retrier, key)
         if not honours_conditions(store, key, self._content, retrier):
-            found = (
-                "the store ignores or refuses the conditions of writes (If-None-Match, If-Match)"
-            )
+            found = "the store ignores or refuses conditions of writes (If-None-Match, If-Match)"
             if self._config.conditional_writes == "off":
                 return warning(found, "let one job at a time write to a location")
             return failed(
@@ -214,11 +212,13 @@ class Trials:
             except StoreError as error:
                 left[f"{upload.key} (an unfinished upload)"] = error
         left |= delete_each(store, self.keys, _CLEANUP, threads=4)
-        # objects that arrived late, and uploads whose id was lost
+        # objects that arrived late, and uploads whose id was lost; a refused write left nothing
         with contextlib.suppress(Exception):
-            for found in store.list(self._start):
-                if found.key not in left:
-                    store.delete(found.key)
+            there = [found.key for found in store.list(self._start)]
+            left = {key: why for key, why in left.items() if key in there or key not in self.keys}
+            for key in there:
+                if key not in left:
+                    store.delete(key)
             for upload in store.list_uploads(self._start):
                 store.abort_upload(upload)
         for folder in self._folders:

@@ -91,8 +91,8 @@ def delete_quietly(
         delete_all(store, keys, few, threads=threads, what="objects")
     except Exception as error:  # noqa: BLE001 - see above
         logger.warning(
-            "unneeded objects could not be deleted; they only take up space, until you delete "
-            "them, for example with cloudckpt sweep: %s",
+            "unneeded objects could not be deleted; those that are there only take up space, until "
+            "you delete them, for example with cloudckpt sweep: %s",
             error,
         )
 
