@@ -52,7 +52,7 @@ def test_what_pyarrow_would_delete_though_others_refer_to_it_is_not_reported(
     if not is_incremental:
         assert uri_of(checkpoint_upload_fn(checkpoint(uri), "name")) == uri
         return
-    with pytest.raises(cloudckpt.errors.ConfigError, match=r"RunConfig\(\*\*storage\(uri\)\)"):
+    with pytest.raises(cloudckpt.errors.ConfigError, match=r"RunConfig\(\*\*storage\(folder\)\)"):
         checkpoint_upload_fn(checkpoint(uri), "name")
 
 
