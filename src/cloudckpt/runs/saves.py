@@ -321,7 +321,7 @@ class StepSaver:
         self.checkpointer: Checkpointer = self._direct
         if in_background:
             self.checkpointer = AsyncCheckpointer(
-                options, on_failure=self._failed_earlier, when_busy="auto"
+                options, on_failure=self._saves.failed_earlier, when_busy="auto"
             )
 
     def save(
@@ -415,9 +415,6 @@ class StepSaver:
     def _note_end(self, save: Save, in_use: contextlib.ExitStack, written: SaveFuture) -> None:
         """Records the outcome of a background save; runs in the thread that saved."""
         in_use.close()
-        self._saves.end(save, "committed" if written.exception() is None else "ended")
-
-    def _failed_earlier(self, numbers: Collection[int], error: CloudCheckpointError) -> None:
-        """Counts failed background saves; raises their error unless it is tolerated."""
-        self._line.explain(error)
-        self._saves.failed_earlier(numbers, error)
+        error = written.exception()
+        self._line.explain(error)  # before it is logged
+        self._saves.end(save, "committed" if error is None else "ended")
