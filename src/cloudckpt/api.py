@@ -459,8 +459,8 @@ def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
     class_name = type(storage).__name__
     return ConfigError(
         f"cloudckpt can't {verb} with a {class_name}, which is not a cloudckpt {noun}: pass it to "
-        "torch.distributed.checkpoint's function of the same name, or leave it out and pass "
-        "checkpoint_id, a URI or a path"
+        "torch.distributed.checkpoint's function of the same name, or leave it out and pass a URI "
+        "or a path as checkpoint_id"
     )
 
 

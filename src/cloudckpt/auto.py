@@ -1,7 +1,6 @@
-"""Installs cloudckpt on import, for tools that can import a module but not make a call.
+"""Calls ``cloudckpt.install()`` on import, for tools that can import a module but not make a call.
 
-``import cloudckpt.auto`` is ``cloudckpt.install()`` with the options of the environment; see
-docs/configuration.md.
+The options are those of environment variables; see docs/configuration.md.
 """
 
 from cloudckpt.integrations.install import install

@@ -319,7 +319,10 @@ class ConnectionLostError(TransientStoreError):
 
 
 class TransferCancelledError(CloudCheckpointError):
-    """The transfer was stopped: another one of the save or load failed, or it was cancelled."""
+    """The transfer was stopped.
+
+    Another transfer of the same save or load failed, or the caller cancelled or interrupted it.
+    """
 
 
 class CheckpointError(CloudCheckpointError):

@@ -257,7 +257,7 @@ def _merged(target: Any, source: Any, path: str, part: _Part) -> Any:
     if not isinstance(target, next(one for one in types if isinstance(source, one))):
         raise CheckpointError(
             f"{path or 'the state'} is of class {type(target).__name__}, but in the file of class "
-            f"{type(source).__name__}: pass None in its place to load the file's value",
+            f"{type(source).__name__}: put None there to load the file's value",
             uri=part.uri,
             item=path,
         )

@@ -261,9 +261,9 @@ def _put_on_condition(
     """
     if len(content) > store.capabilities.max_put_size:
         raise InvalidRequestError(
-            f"{len(content)} bytes are too many for the single request that a condition needs, of "
-            f"at most {store.capabilities.max_put_size} bytes: write without if_absent, if_version "
-            "and overwrite=False",
+            f"the content has {len(content)} bytes, but if_absent, if_version and overwrite=False "
+            "need a single request, which takes at most "
+            f"{store.capabilities.max_put_size} bytes: write without them, or write less",
             uri=store.uri(key),
             certain=True,
         )

@@ -222,8 +222,8 @@ def check_target(to: CheckpointURI, config: Config) -> None:
     """
     if not config.overwrite and exists(to, config=config):
         raise CheckpointExistsError(
-            "a checkpoint already exists here and overwrite is off: choose another target, or set "
-            "Config(overwrite=True), or run the command without --no-overwrite, to replace it",
+            "a checkpoint already exists here and overwrite is off: choose another target, or "
+            "replace it with Config(overwrite=True), on the command line with --overwrite",
             uri=str(to),
         )
 

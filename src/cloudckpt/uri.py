@@ -208,7 +208,7 @@ class CheckpointURI:
         if "sig=" in path.partition("?")[2]:
             raise InvalidURIError(
                 f"{_shown(text)!r} contains a shared access signature: remove it, and set "
-                "AZURE_STORAGE_SAS_TOKEN instead"
+                "AZURE_STORAGE_SAS_TOKEN and AZURE_STORAGE_ACCOUNT instead"
             )
         if scheme == "https":  # https URLs are percent-encoded; the other forms are taken literally
             if re.search(r"%(?![0-9A-Fa-f]{2})", path):

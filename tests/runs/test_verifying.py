@@ -99,7 +99,7 @@ def test_all_damages_are_told_and_not_only_the_first(tmp_path) -> None:
     [data] = tmp_path.glob("__0_0.*.distcp")
     size = data.stat().st_size
     flip(data, *(int(size * at) for at in (0.1, 0.11, 0.6)))
-    with pytest.raises(CheckpointCorruptError, match="other blocks: 2") as caught:
+    with pytest.raises(CheckpointCorruptError, match="the first of 3 damaged blocks") as caught:
         verify(tmp_path)
     damages = caught.value.damages
     assert [damage.item for damage in damages] == ["a", "a", "c"]

@@ -196,10 +196,9 @@ class Annex:
 def _give_back(fd: int, owner: int) -> None:
     """Closes the file; in the process that made it (``owner``), frees its pages first.
 
-    Children forked in the meantime, such as DataLoader workers, have their own mapping and
-    descriptors, which would keep the pages as long as the children live. They do not use the pages,
-    and the saving process no longer uses them. In such a child nothing is freed: the process that
-    made the file still uses its memory.
+    Else children that were forked in the meantime, such as DataLoader workers, would keep the pages
+    as long as they live, by a mapping and descriptors that they do not use. A child itself frees
+    nothing: the owner still uses the memory.
     """
     if os.getpid() == owner:
         os.ftruncate(fd, 0)

@@ -406,7 +406,7 @@ class _Worker:
         )
 
     def settle(self) -> None:
-        """Tells the process that the job's outcome is known."""
+        """Tells the process that the outcome of the save is known: it need not finish the save."""
         self.unsettled.clear()
         with contextlib.suppress(OSError):  # it has died, or was ended
             self._channel.send(SETTLED)
@@ -460,9 +460,10 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
 
 
 def _paths() -> list[str]:
-    """Returns the trainer's module search path, with the folder of this package at its end.
+    """Returns the trainer's module search path, and at its end the folder that has this package.
 
-    The current folder may have changed since the trainer imported the package by a relative path.
+    Relative paths of folders are made absolute: the current folder may have changed since the
+    trainer imported the package.
     """
     own = os.path.abspath(__file__)
     for _ in __name__.split("."):

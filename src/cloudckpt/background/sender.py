@@ -200,11 +200,12 @@ class CurrentSave:
 
 
 def finish(current: CurrentSave, limit: float) -> None:
-    """Records in the store how far the save of an ended trainer is, until all its data is sent.
+    """Keeps a record in the store of how far the save of an ended trainer is.
 
-    The next job may commit the save then; another thread sends the data. Does nothing if no save
-    is in progress, if its job has nothing ``pending``, or if a checkpoint is at the location
-    already: this save may have committed it. Errors of the store are logged.
+    It does so until another thread has sent all data, or the save fails, which deletes the record.
+    The next training job can commit a save whose data is all sent. Does nothing if no save is in
+    progress, if the save was given no template for the record (``Job.pending``), or if the location
+    already has a checkpoint, which this save may have committed. Errors of the store are logged.
 
     Args:
         current: The save.

@@ -316,7 +316,7 @@ def no_longer_needed(
     except (CloudCheckpointError, MemoryError) as error:
         logger.warning(
             "%s: the objects of this deleted or replaced checkpoint stay, as it is unknown which "
-            "are needed; a day later, cloudckpt sweep deletes those that are not (cause: %s)",
+            "are needed; run cloudckpt sweep a day later to delete those that are not (cause: %s)",
             uri, error,
         )  # fmt: skip
         return ()

@@ -66,7 +66,7 @@ def table_of_metadata(metadata: Metadata) -> Table:
         for dims, count in sorted(rows.items())
     }
     if any(bool(((of.offsets < 0) | (of.sizes < 0)).any()) for of in chunks.values()):
-        raise NotInColumnsError("the offset or the size of a chunk is negative")
+        raise NotInColumnsError("the offset or the size of a tensor's chunk is negative")
     names = list(metadata.state_dict_metadata)
     if not all(type(name) is str for name in names):
         raise NotInColumnsError("the name of an item is not a string")
@@ -111,7 +111,10 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
         items = list(of_name)
         first, data = items[0], items[0].tensor_data
         if name in entries or (data is None and len(items) > 1):
-            raise NotInColumnsError(f"the plan lists {name} in two places, or as several values")
+            raise NotInColumnsError(
+                f"the save planner's write items for {name} do not follow each other, or there are "
+                "several although it is no tensor"
+            )
         if not all(map(_is_plain, items)) or any(_kind(item) != _kind(first) for item in items[1:]):
             raise NotInColumnsError(
                 f"the save planner's write items for {name} differ in type, dtype or shape, or one "

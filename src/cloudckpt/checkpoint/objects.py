@@ -91,7 +91,7 @@ _STEP = re.compile(r"step-(0|[1-9]\d{0,17})", re.ASCII)
 
 
 def is_step_name(name: str) -> bool:
-    """Returns whether a name is a step's in a run with default names, such as ``step-100``."""
+    """Returns whether a name is the default name of a step, such as ``step-100``."""
     return _STEP.fullmatch(name) is not None
 
 
@@ -239,11 +239,13 @@ class WrittenObject:
         numbers = made.rank, made.ordinal, made.size, made.checksum, made.index_size, made.index_crc
         if any(type(number) is not int or not 0 <= number < 1 << 64 for number in numbers):
             raise ValueError(
-                "invalid metadata record: a number of an object is not an unsigned 64-bit integer"
+                "invalid metadata record: a size, checksum or number of an object is not an "
+                "unsigned 64-bit integer"
             )
         if not made.index_size <= made.size < 1 << 63:
             raise ValueError(
-                "invalid metadata record: an object is smaller than its index, or above 2**63 - 1"
+                "invalid metadata record: an object is smaller than its index, or larger "
+                "than 2**63 - 1 bytes"
             )
         check_attempt(made.attempt)
         if made.folder != "":

@@ -104,8 +104,8 @@ class Pending:
         except (ValueError, LookupError, TypeError, RecursionError, struct.error) as exc:
             raise CheckpointCorruptError(
                 "the object that a saving process left for the next job can't be read: it is "
-                "damaged, or a newer cloudckpt wrote it. To commit its save, install that version; "
-                "otherwise save again",
+                "damaged, or a newer cloudckpt wrote it. To commit its save, install a newer "
+                "cloudckpt; otherwise save again",
                 uri=uri,
                 cause=exc,
             ) from exc

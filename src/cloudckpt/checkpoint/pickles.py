@@ -114,9 +114,9 @@ def _stub_class(name: str) -> type[Stub]:
 
 
 Constructor = Callable[[tuple[Any, ...], Any], Any]
-"""Makes a value from the arguments and the state (or None) with which a pickle describes it.
+"""Makes a value from what a pickle says of it: the arguments of a call, and the state or None.
 
-Raises ValueError or TypeError if no such value is pickled with these.
+Raises ValueError or TypeError if these are not valid for such a value.
 """
 
 

@@ -342,7 +342,7 @@ def _check(value: Any, path: tuple[Any, ...], around: set[int], seen: dict[int, 
             where = f"state_dict{shown(at[:8])}{'[...]' if len(at) > 8 else ''}"
             raise UnsupportedValueError(
                 f"{where} contains itself, or has more than {_LEVELS} levels: leave it out of the "
-                "state dict, or wrap it in an object of a class, which is pickled as a whole",
+                "state dict, or wrap it in an object of your own class, which is pickled whole",
                 item=".".join(map(str, at[:8])),
             )
         around.add(id(entry))

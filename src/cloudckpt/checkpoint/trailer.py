@@ -40,7 +40,7 @@ MOST_NOTES = 64 * 1024
 """Maximum bytes of notes: they and the trailer are read by one request."""
 
 TAIL = MOST_NOTES + _TRAILER.size
-"""Bytes at the end of ``.metadata`` that include all notes."""
+"""How many bytes to read from the end of ``.metadata``, so that they include all notes."""
 
 
 def with_trailer(pickled: bytes | bytearray, body: bytes, notes: bytes) -> list[memoryview]:

@@ -86,10 +86,12 @@ def _rows(items: list[StoredItem], types: dict[str, int]) -> list[list[Any]]:
 
 
 def _save(times: SaveTimes) -> dict[str, Any]:
-    """Returns when a save began, in seconds since 1970, and how it went on.
+    """Returns the timeline of a save, for the page.
 
-    ``commit`` is the beginning of the commit in milliseconds after ``began``; ``ranks`` has for
-    each rank its number, its moments in milliseconds after ``began``, and its bytes.
+    ``began`` is its beginning in seconds since 1970, ``commit`` that of its commit in milliseconds
+    after ``began``, and ``world`` the number of ranks. ``ranks`` has a list for each rank: its
+    number; when it began to plan, began to send, and had sent everything, each in milliseconds
+    after ``began``; and its bytes.
     """
     began = min(row[1] for row in times.ranks)
     return {

@@ -43,7 +43,7 @@ class RetryPolicy(Options):
 
     Attributes:
         deadline: Seconds after its first failure during which a request is retried; 0: never.
-        attempts: The most tries; None: as many as the deadline allows.
+        attempts: The most tries, with the first; None: as many as the deadline allows.
         base: The shortest pause, in seconds; at most ``cap``.
         cap: The longest pause, in seconds, unless the store asks for a longer one. With 0,
             ``attempts`` is needed.

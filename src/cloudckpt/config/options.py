@@ -206,7 +206,7 @@ def _hints_of(cls: Any) -> dict[str, Any]:
 
 
 def documented_options(cls: type[Any]) -> list[tuple[str, str, Any, str]]:
-    """Returns ``(name, variable, default, description)`` of each option with a variable."""
+    """Returns ``(name, environment variable, default, description)`` of each option with one."""
     options = [field.default for field in fields(cls) if isinstance(field.default, _Option)]
     return [(each.name, each.variable, each.default, each.doc) for each in options]
 

@@ -116,10 +116,11 @@ class Described(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The items of a plan that other ranks have, too; each save by the plan compares their values.
+    """The items of a plan that other ranks have, too; each save by it compares their values.
 
     Attributes:
-        sets: For each set of ranks that share items, this rank's weight in it, and the items.
+        sets: For each set of ranks that share items, this rank's random weight in it (see
+            the module), and the items.
         samples: Whether only a sample of a large tensor is compared.
     """
 

@@ -285,7 +285,7 @@ class CloudStorageReader(OurReader):
             Retrier(self.config.retry).call(lambda: self._store().head(self.uri.key(PART)))
             raise CheckpointError(
                 "each rank has saved its part by itself here (use_collectives=False), which "
-                "cloudckpt can't read: load it on as many ranks with "
+                "cloudckpt can't read: load it on as many ranks as saved it, with "
                 "torch.distributed.checkpoint.load and torch's own reader, then save it "
                 "without that option",
                 uri=str(self.uri),

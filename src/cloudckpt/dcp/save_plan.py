@@ -348,7 +348,8 @@ class KnownPlan:
     def small_tensors(self, planner: DefaultSavePlanner) -> SmallTensors:
         """Returns the small tensors, which can be sent without asking the planner for data.
 
-        The list has an entry for each item; it is empty if :attr:`forms` is.
+        The list has an entry for each item, which is None if the item is not such a tensor; it is
+        empty if :attr:`forms` is.
         """
         return [
             None if form is None else (form, _local(planner.state_dict[item.index.fqn]))

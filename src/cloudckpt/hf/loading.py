@@ -112,9 +112,9 @@ def load(
 
 
 def renamed(names: Iterable[str], mapping: KeyMapping | None, uri: CheckpointURI) -> dict[str, str]:
-    """Returns the old name of each tensor by the new name that a mapping gives it.
+    """Returns a dict from the new name of each tensor, given by a mapping, to its old name.
 
-    Without a mapping, the names stay. Names for which it returns None are left out.
+    Without a mapping, the names stay. Tensors for which the mapping returns None are left out.
 
     Raises:
         ConfigError: If the mapping returns anything but one name or None: a tensor can't be split.

@@ -237,7 +237,7 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
     if saved != len(objects):
         raise MissingKeyError(
             f"registered objects: {saved} when the checkpoint was saved, but {len(objects)} now: "
-            "register the same objects in the same order",
+            "register the same objects in the same order (register_for_checkpointing)",
             uri=uri,
         )
     loaded = load_accelerator_state(

@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
 __all__ = ["checkpoint", "checkpoint_upload_fn", "run_uri", "storage", "uri_of"]
 
 _SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az", "local": "file"}
-"""The scheme of each pyarrow file system, by pyarrow's name for it."""
+"""The URI scheme of cloudckpt for each pyarrow file system, by its ``type_name``."""
 
 _OURS = "py::fsspec+"
 """The prefix of pyarrow's name for cloudckpt's file systems; the scheme follows it."""
@@ -136,7 +136,11 @@ def checkpoint_upload_fn(reported: Any, name: str) -> Any:
 
 
 def uri_of(found: Any) -> str:
-    """Returns the URI of one of Ray's checkpoints, such as ``ray.train.get_checkpoint()``.
+    """Returns the URI of one of Ray's checkpoints.
+
+    Args:
+        found: The checkpoint, such as the result of ``ray.train.get_checkpoint()`` if that is not
+            None.
 
     Raises:
         ConfigError: If the checkpoint is neither in a cloud nor on a mounted disk.

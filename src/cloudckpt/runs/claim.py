@@ -42,7 +42,6 @@ from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointConflictError,
     CheckpointExistsError,
-    CloudCheckpointError,
     ObjectNotFoundError,
     PreconditionFailedError,
 )
@@ -106,8 +105,8 @@ def copy_claim(origin: Run, goal: Run, *, may_mix: bool) -> None:
     try:
         if theirs is not None and "copied" not in theirs.document:
             raise CheckpointConflictError(
-                f"{theirs.process} has begun to save into the target itself: copy to an empty "
-                "folder, or replace the steps of that job with overwrite=True (--overwrite)",
+                f"a job saves into the target ({theirs.process}): copy to an empty folder, or "
+                "replace its steps of the same numbers with overwrite=True (--overwrite)",
                 uri=str(goal.root),
             )
         if ours is not None:
@@ -261,7 +260,7 @@ class OwnLine(CommitHook):
             self._begins = self._begins and not saves
         return Notes(job=self.claimed_by, continues=self._continues)
 
-    def explain(self, error: CloudCheckpointError) -> None:
+    def explain(self, error: BaseException | None) -> None:
         """Rewrites a CheckpointExistsError that a job gets because it did not call ``restore()``.
 
         In such a job only a save with ``force`` replaces a step, although ``Config.overwrite`` is
@@ -387,8 +386,9 @@ class OwnLine(CommitHook):
         if (newest := next(filter(self.run.is_committed, steps), None)) is not None:
             logger.warning(
                 "%s has steps up to %d, but this job did not call restore(), or only with source=. "
-                "It begins a new training, which the next job will restore; only force=True "
-                "replaces old steps. To continue those, start the job with restore() before a save",
+                "Its saves begin a new training, which the next job will restore; they replace an "
+                "old step only with force=True. To continue the old steps, start the job again "
+                "with restore() before the first save",
                 self.run.root,
                 newest,
             )

@@ -358,12 +358,12 @@ class Pruner:
         self._run.log_unread(new)
         abandoned = [step for step in history.abandoned if step not in self._logged]
         if abandoned and keep_abandoned:
-            names = map(self._run.names.name, abandoned)
             run = self._run.through(self._run.view)
-            summaries = run.view.each(run.summary, names)
+            summaries = run.view.each(run.summary, map(run.names.name, abandoned))
             logger.warning(
-                "%s: steps of another training are kept (%s), %d bytes in all. To delete them, run "
-                "cloudckpt prune --abandoned, or use CheckpointManager(..., keep_abandoned=False)",
+                "%s: abandoned steps are kept (%s), %d bytes in all: the training went back to an "
+                "earlier step, or another job saved them. To delete them, run cloudckpt prune "
+                "--abandoned on this run, or use CheckpointManager(..., keep_abandoned=False)",
                 self._run.root,
                 ", ".join(map(str, abandoned)),
                 sum(summary.nbytes for summary in summaries if summary is not None),

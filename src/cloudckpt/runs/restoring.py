@@ -185,8 +185,8 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
     if source.is_checkpoint():
         if step is not None:
             raise ConfigError(
-                f"source= is a single checkpoint, so it has no step={step}: leave step= out, or "
-                "give the run",
+                f"source= is a single checkpoint, but step={step} is a step of a run: leave step= "
+                "out, or give the folder of the run as source=",
                 uri=str(source.root),
             )
         return str(source.root), read_notes(source.store, source.root, source.retrier).step

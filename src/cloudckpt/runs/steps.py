@@ -71,7 +71,8 @@ def check_seconds(name: str, value: object, *, or_zero: bool = False) -> None:
     seconds: Any = value if isinstance(value, Real) else -1
     if not (0 < seconds <= sys.float_info.max or (or_zero and seconds == 0)):
         raise ConfigError(
-            f"{name}={value!r}: give a finite number of seconds, {'from' if or_zero else 'above'} 0"
+            f"{name}={value!r}: give a finite number of seconds, "
+            f"{'0 or above' if or_zero else 'above 0'}"
         )
 
 
@@ -164,7 +165,7 @@ class Retention:
         if (metric is None) != (self.best_mode is None) or self.best_mode not in _MODES:
             raise ConfigError(
                 f"best_metric={metric!r}, best_mode={self.best_mode!r}: give both, with "
-                "best_mode='min' if the lowest values of the metric are the best, else 'max'"
+                "best_mode='min' if the lowest values are the best, or 'max' if the highest are"
             )
         if self.best_to_keep is not None and metric is None:
             raise ConfigError("best_to_keep= also needs best_metric= and best_mode=")

@@ -56,7 +56,7 @@ def check_destination(uri: CheckpointURI, config: Config) -> tuple[ObjectStore, 
     store, key = object_at(uri, config)
     if PurePosixPath(key).suffix.lower() in _OTHER_FORMATS:
         raise InvalidURIError(
-            f"{uri} has the suffix of another format, but this writes the format of torch.save: "
+            f"{uri} has the suffix of another format, but this function writes that of torch.save: "
             f"name it {PurePosixPath(key).stem}.pt, or use the other format's own library"
         )
     if uri.scheme == "file" and os.path.isdir(key):

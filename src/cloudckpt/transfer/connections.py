@@ -242,7 +242,7 @@ class LaneSearch:
         self._window = None
 
     def _measured(self, window: _Window) -> None:
-        """Adds or removes lanes, by the measured rate and the rate expected of so many lanes."""
+        """Adds or removes lanes, if the measured rate is not what the present ones should reach."""
         rate = window.rate
         if self.each is not None and rate < _SLOWER * self.each * self.lanes:
             if window.seconds < _LOOK:

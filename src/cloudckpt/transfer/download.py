@@ -338,7 +338,7 @@ class Download:
         logger.warning("%s: the checksum of %s did not match; reading it again", uri, bad[0].item)
         self._receive(request, views)
         if bad := self._verify(plan):
-            first, others = bad[0], f" (other blocks: {len(bad) - 1})" if bad[1:] else ""
+            first, others = bad[0], f" (the first of {len(bad)} damaged blocks)" if bad[1:] else ""
             raise CheckpointCorruptError(
                 f"bytes {first.start} to {first.stop} of the object{others} did not match their "
                 "checksums, also when read again: the object is damaged; use another checkpoint, "

@@ -354,8 +354,8 @@ def _abort_all(
                 _abort(store, upload, policy, _SWEEP_ABORTS)
     except CloudCheckpointError as error:
         logger.warning(
-            "unfinished multipart uploads could not be listed, so some are not aborted: %s; "
-            "cloudckpt sweep aborts them later",
+            "unfinished multipart uploads could not be listed, so some may be left: %s; run "
+            "cloudckpt sweep a day later to abort them",
             error,
         )
 

@@ -1,4 +1,4 @@
-"""Reads and lists objects with retries, for the functions about runs."""
+"""Reads and lists objects with retries, in threads if wanted, until it is cancelled."""
 
 from __future__ import annotations
 

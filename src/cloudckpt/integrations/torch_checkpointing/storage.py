@@ -202,7 +202,7 @@ def _uri(path: str | os.PathLike[str]) -> CheckpointURI:
     if not uri.is_cloud:
         raise InvalidURIError(
             f"{text!r} is a local path: pass LocalFileSystemStorageConfig() for local paths, or "
-            "give a URI"
+            "give a URI such as s3://bucket/path"
         )
     return uri
 

@@ -15,7 +15,7 @@ import socket
 __all__ = ["EXPECT", "Response", "early_response"]
 
 EXPECT = {"Expect": "100-continue"}
-"""The header that asks the server before the body is sent."""
+"""The header that asks whether the server takes the request, before the body is sent."""
 
 _PATIENCE = 1.0  # seconds; curl waits as long
 _INTERIM = (b"HTTP/1.1 1", b"HTTP/1.0 1")

@@ -192,7 +192,7 @@ class _Chain:
         self._upper = library.BIO_push(upper, records)
 
     def read_into(self, view: memoryview) -> int:
-        """Fills `view`, of more than 4 KiB, and returns the number of bytes received.
+        """Fills `view`, larger than the upper BIO's 4 KiB; returns the number of bytes received.
 
         That is fewer than the view has only at an error or the end of the connection, and 0 or
         negative if nothing arrived.
