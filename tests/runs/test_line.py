@@ -118,10 +118,9 @@ def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, cap
     fill(run, 2, 4, 6)
     with managed(run, max_to_keep=1, keep_abandoned=False, asynchronous=True) as manager:
         save(manager, 1, 3)
-        assert "has steps up to 6, but this job did not call restore()" in caplog.text
         with pytest.raises(errors.CheckpointExistsError, match="force=True"):
             save(manager, 4)
-        assert "overwrite is off" not in caplog.text
+        assert "this job did not call restore()" in caplog.text and "is off" not in caplog.text
     assert states(run) == dict.fromkeys([2, 4, 6], "abandoned") | {3: "line"}
 
 

@@ -98,11 +98,10 @@ def open_group(
     except (RuntimeError, TimeoutError) as exc:
         raise ProcessGroupError(
             f"the ranks {list(ranks)} did not all make a group for their saves within "
-            f"{patience:g} s; see the cause. Check whether one of them has ended, and whether they "
-            "reach each other; all must make the same calls of cloudckpt. If torchrun has "
-            "restarted its workers, its rendezvous may still list the old ones: run "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone ... (on several nodes "
-            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT)",
+            f"{patience:g} s: one may have ended, or not reach the others; all must make the same "
+            "calls of cloudckpt. If torchrun has restarted its workers, its rendezvous may still "
+            "list the old ones: run TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone ... "
+            "(on several nodes --rdzv-backend c10d --rdzv-endpoint HOST:PORT)",
             cause=exc,
         ) from exc
     with _lock:

@@ -177,9 +177,8 @@ class Stager(AsyncStager):
                 self._take(lease, patience)
             except queue.Empty:
                 raise SaveInProgressError(
-                    "this save can't begin: an earlier save still reads the staged copy after "
-                    f"{patience:g} s; wait for its future, save less often, or raise patience= "
-                    "(BackgroundOptions or Stager)"
+                    f"an earlier save still reads the staged copy after {patience:g} s; wait for "
+                    "its future, save less often, or raise patience= (BackgroundOptions or Stager)"
                 ) from None
             self._check_open()  # it may have been closed meanwhile
             arena = self._fitting(layout)

@@ -111,10 +111,7 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
         items = list(of_name)
         first, data = items[0], items[0].tensor_data
         if name in entries or (data is None and len(items) > 1):
-            raise NotInColumnsError(
-                f"the save planner's write items for {name} do not follow each other, or there are "
-                "several although it is no tensor"
-            )
+            raise NotInColumnsError(f"the plan has items of {name} apart, or two values for it")
         if not all(map(_is_plain, items)) or any(_kind(item) != _kind(first) for item in items[1:]):
             raise NotInColumnsError(
                 f"the save planner's write items for {name} differ in type, dtype or shape, or one "

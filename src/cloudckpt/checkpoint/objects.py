@@ -239,13 +239,11 @@ class WrittenObject:
         numbers = made.rank, made.ordinal, made.size, made.checksum, made.index_size, made.index_crc
         if any(type(number) is not int or not 0 <= number < 1 << 64 for number in numbers):
             raise ValueError(
-                "invalid metadata record: a size, checksum or number of an object is not an "
-                "unsigned 64-bit integer"
+                "invalid metadata record: a size, checksum or number of an object is not a uint64"
             )
         if not made.index_size <= made.size < 1 << 63:
             raise ValueError(
-                "invalid metadata record: an object is smaller than its index, or larger "
-                "than 2**63 - 1 bytes"
+                "invalid metadata record: an object is smaller than its index, or over 2**63 bytes"
             )
         check_attempt(made.attempt)
         if made.folder != "":
