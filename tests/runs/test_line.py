@@ -120,7 +120,8 @@ def test_a_job_that_never_restores_begins_a_line_of_its_own_and_says_so(run, cap
         save(manager, 1, 3)
         with pytest.raises(errors.CheckpointExistsError, match="force=True"):
             save(manager, 4)
-        assert "this job did not call restore()" in caplog.text and "is off" not in caplog.text
+        assert "this job did not call restore()" in caplog.text
+        assert "overwrite is off" not in caplog.text
     assert states(run) == dict.fromkeys([2, 4, 6], "abandoned") | {3: "line"}
 
 
