@@ -126,7 +126,7 @@ def test_what_can_not_be_deleted_is_told_and_the_rest_is_gone(run, faulty, verb)
     objects, begun = [info.key for info in faulty.list("run/")], uploads(run)
     assert objects == ([f"run/{names[0]}"] if verb == "delete" else [])
     assert begun == (names[:1] if verb == "abort_upload" else [])
-    told = f"could not be deleted: {len(objects)} objects, {len(begun)} uploads"
+    told = f"could not be deleted: objects {len(objects)}, uploads {len(begun)}"
     assert told in str(failed.value)
 
 
