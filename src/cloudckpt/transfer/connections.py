@@ -2,9 +2,9 @@
 
 A lane is a thread with a connection. Clouds limit the rate of each connection (S3 to about 90 MB/s,
 others to 10), so more lanes are faster until the link, the store or the CPU is the limit; beyond
-that they only add cost. As that number is not known in advance, it is searched for: the lanes are
-multiplied as long as that moves more bytes, and otherwise reduced to the number that was enough.
-The next transfer in the same direction with the same bucket begins with the result.
+that they only add cost. The best number is not known in advance. So the lanes are multiplied as
+long as the rate rises, and then reduced to the number that reaches the same rate. The next transfer
+in the same direction with the same bucket begins with the result.
 """
 
 from __future__ import annotations
@@ -32,31 +32,34 @@ _LONGEST_START = 0.5
 """Seconds after which new lanes count as started: connecting by TLS takes time."""
 
 _CLEAR = 0.05
-"""Seconds of measurement after which a gain counts that is near the most that new lanes can add."""
+"""Seconds of measurement that suffice if the rate rises almost in proportion to the lanes."""
 
 _LOOK = 0.3
-"""Seconds of each of two measurements of any other gain; the second decides: TCP starts slowly."""
+"""Seconds of a long measurement.
+
+A moderate rise of the rate is measured twice; the second result counts, as TCP starts slowly.
+"""
 
 _GAIN = 1.08
 """The factor by which the rate must rise for additional lanes to be kept."""
 
 _SPARE = 1.1
-"""The lanes that are kept, as a multiple of those that would just reach the limit."""
+"""How many times as many lanes are kept as would just reach the measured rate."""
 
 _SLOWER = 0.6
-"""The share of a lane's earlier rate below which the connections no longer limit the transfer."""
+"""The share of a lane's earlier rate below which fewer lanes are tried: other limits prevail."""
 
 _NO_LOSS = 0.95
-"""The share of the earlier rate that fewer lanes must reach to be kept."""
+"""Fewer lanes are kept if they reach at least this share of the rate of more lanes."""
 
 _FAST_LANE = 250e6
-"""Bytes per second of a lane without a limit: no cloud allows a connection that much."""
+"""Bytes per second per lane above which no lanes are added: clouds limit connections to less."""
 
 _MOST_CPU = 0.5
 """The share of the CPUs in use above which no lanes are added: training needs them too."""
 
 _PAUSES = (1.0, 30.0)
-"""Seconds until more lanes are tried again: at first, and at most."""
+"""The first and the longest pause before other numbers of lanes are tried again, in seconds."""
 
 # seconds between ticks: at the beginning of a measurement; while it is unclear; otherwise
 _QUICK, _CALM, _SLOW = 0.025, 0.1, 0.25
@@ -182,10 +185,11 @@ class LaneSearch:
 
     @property
     def found(self) -> int:
-        """The number of lanes that have proven useful.
+        """The number of lanes with which the next transfer should begin.
 
-        Lanes on trial count only if the previous trial was a clear gain, and this trial has no
-        result yet: a short transfer ends in the middle of a trial.
+        While another number is tried, this is the number before the trial. But if the previous
+        trial was a clear gain, and the first measurement of this one is still under way, it is the
+        number on trial.
         """
         if self._before is None:
             return self.lanes
@@ -242,7 +246,7 @@ class LaneSearch:
         self._window = None
 
     def _measured(self, window: _Window) -> None:
-        """Adds or removes lanes, if the measured rate is not what the present ones should reach."""
+        """Tries fewer lanes if the rate is far below the expected one, else more if possible."""
         rate = window.rate
         if self.each is not None and rate < _SLOWER * self.each * self.lanes:
             if window.seconds < _LOOK:
@@ -291,7 +295,7 @@ class LaneSearch:
             self._settle(before)
 
     def _settle(self, lanes: int) -> None:
-        """Keeps `lanes` for a while: each time twice as long as before, up to 30 s."""
+        """Uses `lanes` without trying others for a pause, which doubles each time, up to 30 s."""
         self._factor = 2
         first, most = _PAUSES
         self._pause = min(2 * self._pause, most) or first

@@ -42,8 +42,8 @@ class CopyTask:
         size: The size in bytes.
         checksum: The checksum of the content; None if unknown.
         algorithm: The algorithm of the checksum.
-        info: The source object as the store describes it, if the target store copies it by itself;
-            None to stream it.
+        info: The source store's description of the object, if the target store copies it by itself;
+            None if the bytes pass through this process.
     """
 
     source: str
@@ -75,8 +75,8 @@ def relay(
 
     On return, all copies are complete. Each part is received into memory and sent from there by one
     thread; several threads share `memory_budget` bytes, or the size of two parts if that is more.
-    The received bytes are compared with the object's checksum before the copy is completed. Of
-    copies that the target store makes by itself, the checksum that it reports is compared, if any.
+    The received bytes are compared with the object's checksum before the copy is completed. If the
+    target store makes a copy by itself, the checksum that it reports, if any, is compared.
     A failure removes the copies that are incomplete or do not match.
 
     Args:
@@ -87,7 +87,7 @@ def relay(
         stats: Transfer counters.
         moved: Called with the number of bytes copied since the last call, from any thread.
         arrived: Called, after the transfer, with the task of each copy that is complete and matches
-            its known checksum, also if others failed.
+            its known checksum, even if other copies failed.
 
     Raises:
         CheckpointCorruptError: If an object that is streamed is missing, was replaced, or has
@@ -226,7 +226,7 @@ class ObjectCopy(ObjectUpload):
 
 
 class _Comparison:
-    """Compares an object's content with its checksum, part by part, while it is in memory."""
+    """Compares an object's bytes, added part by part, with the object's checksum."""
 
     def __init__(self, uri: str, task: CopyTask, algorithm: ChecksumAlgorithm) -> None:
         self._task = task
@@ -237,10 +237,10 @@ class _Comparison:
         self._left = task.size
 
     def add(self, start: int, view: memoryview) -> int:
-        """Takes the object's bytes from `start`; returns the checksum that is sent with them.
+        """Adds the object's bytes from `start`; returns their checksum, which is sent along.
 
         Raises:
-            MismatchError: If these bytes complete the object, and its checksum does not match.
+            MismatchError: If these bytes were the last, and the object's checksum does not match.
         """
         sent = self._sent.of(view)
         if self._task.checksum is None:

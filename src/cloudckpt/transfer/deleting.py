@@ -27,11 +27,11 @@ K = TypeVar("K", bound=str | Upload)
 def delete_each(
     store: ObjectStore, wanted: Iterable[K], policy: RetryPolicy, *, threads: int
 ) -> dict[K, StoreError]:
-    """Deletes objects, or aborts uploads, in parallel; returns those left, each with its error.
+    """Deletes objects, or aborts uploads, in parallel; returns the error of each that is left.
 
     Deletions that may succeed later are retried together, as often and as long as `policy` says: it
-    bounds the whole, not each key. Once the connection is lost, no further key is tried until
-    after the next pause: each might wait just as long in vain.
+    bounds the whole, not each key. After a lost connection, the remaining keys are tried only after
+    the next pause, as each might wait just as long in vain.
 
     Args:
         store: The store.
@@ -71,7 +71,7 @@ def delete_all(
         what: The kind of objects, for the message.
 
     Raises:
-        StoreError: The error of one of the objects left; it does not stop the other deletions.
+        StoreError: The error of one of the objects left, raised after the other deletions.
     """
     if left := delete_each(store, keys, policy, threads=threads):
         reason = next(iter(left.values()))

@@ -45,8 +45,9 @@ logger = logging.getLogger("cloudckpt")
 _GRAIN = MIB  # bytes; unverified data may be cut at multiples of it
 
 MERGE_GAP = MIB
-"""The most unneeded bytes between needed ones that are read to save a request. It is the same on
-all ranks of a job, as they must cut shared reads alike.
+"""Gaps of up to this many unneeded bytes are read rather than beginning another request.
+
+It must be the same on all ranks of a job, so that they divide shared reads into the same requests.
 """
 
 
@@ -118,7 +119,8 @@ class Shared(Protocol):
 def segments_for(wanted: Sequence[Wanted], config: Config) -> list[Segment]:
     """Returns the segments to request, one for each nonempty ``Wanted``.
 
-    They have whole rows (:attr:`Wanted.row`), and whole blocks if their checksums are verified.
+    Segments are extended to whole rows (:attr:`Wanted.row`), and to whole blocks if checksums are
+    verified.
     """
     with paused_gc():
         return [_segment(want, config.verify) for want in wanted if want.stop > want.start]
@@ -264,7 +266,7 @@ class Download:
         return list(pack_requests(segments, limit=limit, merge_gap=MERGE_GAP))
 
     def _even_share(self, segments: Sequence[Segment]) -> int:
-        """Returns the request size in bytes; small if requests need scratch memory."""
+        """Returns a request size: 16 to 64 MiB, or 16 MiB if any sink needs scratch memory."""
         wanted = [segment.want for segment in segments]
         if any(want.sink.memory is None for want in wanted):
             return even_share(0, self._config.most_connections)

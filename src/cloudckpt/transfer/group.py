@@ -17,8 +17,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _PATIENCE = 0.2
-"""Seconds of a single wait. Longer waits are repeated, as a signal that arrives just before a wait
-would be handled only after it.
+"""The longest single wait in seconds; a longer wait is divided.
+
+A signal that arrives just before a wait would be handled only after the wait.
 """
 
 
@@ -80,7 +81,7 @@ class TaskGroup:
     Attributes:
         cancellation: The flag that running tasks should check.
         few: A semaphore that admits two threads at a time, for work that releases the GIL often and
-            briefly: more threads would mostly wait for it.
+            briefly: more threads would mostly wait for the GIL.
     """
 
     def __init__(
@@ -97,11 +98,10 @@ class TaskGroup:
         Args:
             width: The most threads; with ``pace``, the most to begin with.
             name: The beginning of the threads' names.
-            most_waiting: How many tasks may be queued before ``submit`` blocks; infinite for tasks
-                that keep no memory alive, as otherwise the producer is woken for each.
+            most_waiting: How many tasks may be queued before ``submit`` blocks; pass infinity for
+                tasks that keep no memory alive, so that the producer need not be woken for each.
             interrupt: Interrupts the network waits of threads, given their identifiers.
-            pace: Determines the number of threads once ``width`` of them are busy; by default the
-                number stays.
+            pace: Determines the number of threads once ``width`` of them are busy; None to keep it.
         """
         self.cancellation = Cancellation()
         self.few = threading.Semaphore(2)
@@ -206,7 +206,7 @@ class TaskGroup:
                 self._changed.notify_all()
 
     def _keep_pace(self) -> None:
-        """Adds threads, and lets others end, as `pace` determines, until all have ended."""
+        """Adjusts the number of threads to what `pace` returns, until the group has ended."""
         pace = self._pace
         assert pace is not None
         while not self._over.wait(pace.tick):
@@ -261,8 +261,8 @@ class TaskGroup:
     def _started(self) -> list[threading.Thread]:
         """Returns the threads that can be joined: those started, except the current one.
 
-        An interrupt may have prevented a start, and the garbage collector may end a forgotten
-        upload in one of its own threads.
+        Ctrl-C may have kept a thread from starting. The current thread may be one of the group if
+        the garbage collector ends a forgotten upload.
         """
         here = threading.current_thread()
         return [one for one in self._threads if one.ident is not None and one is not here]

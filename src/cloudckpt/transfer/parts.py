@@ -72,7 +72,7 @@ class Piece:
 
 @dataclass(slots=True)
 class PartPlan:
-    """A part to be sent: its number (from 1), pieces in order, bytes, and the pieces' checksums."""
+    """A part to be sent: its number (from 1), pieces, size in bytes, and the pieces' checksums."""
 
     number: int
     pieces: list[Piece] = field(default_factory=list)
@@ -88,7 +88,7 @@ class PartPlan:
     def checksum(self, algorithm: ChecksumAlgorithm) -> int:
         """Returns the part's checksum, and passes the items' bytes to their collectors.
 
-        Call it once, when all bytes are there; ``sums`` keeps the checksums of the pieces.
+        Call it once, after `await_bytes`; it keeps the checksums of the pieces in ``sums``.
         """
         sums: list[tuple[int, int]] = []
         for piece in self.pieces:

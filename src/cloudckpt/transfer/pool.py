@@ -93,7 +93,7 @@ class MemoryPool:
         Args:
             nbytes: The size; not 0.
             pinned: Whether newly allocated memory is page-locked, if the class supports that;
-                reused memory is not changed.
+                reused memory stays as it is.
 
         Raises:
             TransferCancelledError: If the transfer was cancelled while this waited.
@@ -107,7 +107,7 @@ class MemoryPool:
         return Lease(self, memory, view)
 
     def _fitting(self, nbytes: int) -> tuple[Any, memoryview] | None:
-        """Takes the smallest free block that fits; else makes room for a new one, returns None."""
+        """Returns the smallest free block that fits; None, after making room for a new one."""
         at = min(
             (n for n, (_, view) in enumerate(self._free) if view.nbytes >= nbytes),
             key=lambda n: self._free[n][1].nbytes,
@@ -150,7 +150,7 @@ class MemoryPool:
         return slab, place
 
     def _let_go(self) -> None:
-        """Releases the block in which room is reserved."""
+        """Releases the pool's own hold on the block in which `reserve` reserves room."""
         if self._current is not None:
             self._current.release()
             self._current = None

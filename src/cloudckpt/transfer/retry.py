@@ -83,10 +83,9 @@ class Retrier:
         Args:
             operation: The operation.
             made: Called with the final failure, if a try that failed transiently may have been
-                carried out nevertheless; returns the result of that try, or None if it has none,
-                and the failure is then raised. A request whose response was lost is refused when it
-                is repeated (the object exists, is locked, the upload is gone), although it has
-                succeeded.
+                carried out nevertheless. Returns the result of that try, or None to have the
+                failure raised. For example, a request whose response was lost has succeeded, but is
+                refused when it is repeated (the object exists, is locked, the upload is gone).
 
         Raises:
             StoreError: The last failure, if it is permanent or the retries are used up. The message

@@ -6,9 +6,9 @@ previous rank, and passes these on in turn, until every rank has received all. S
 share of the bytes from the store, sends and receives each byte once, and holds a few requests in
 memory, however many ranks there are.
 
-A rank that fails continues to receive, so that no other rank waits for it in vain, and sends one
-more message, which reports the failure: the next rank fails by it, and so on around the ring. The
-memory for this is allocated at the beginning.
+A rank that fails continues to receive, so that no other rank waits for it in vain. It also sends
+one more message, which reports the failure; the next rank then fails too, and so on around the
+ring. The memory for this is allocated at the beginning.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ __all__ = ["Ring", "RingAllgather", "Share", "digests", "plan_shares", "shared_r
 
 _LARGEST = 8 * 1024**2
 _SMALLEST = 256 * 1024
-"""The fewest and (above) the most bytes of a shared request.
+"""The least size of a shared request in bytes; `_LARGEST` is the greatest.
 
-With more, a rank could not hold several requests in memory; with fewer, a request to the store
-would not be worth its cost.
+Smaller requests would not be worth their cost; a rank could not hold several larger ones in memory.
 """
 
 _WORTH = 64 * 1024
@@ -46,10 +45,10 @@ _STATUS = 8  # bytes after a message's payload; the first is 1 unless the sender
 
 
 def digests(segments: Sequence[Segment]) -> torch.Tensor:
-    """Returns a hash of each segment's location, by which ranks find bytes that several want.
+    """Returns a hash of each segment's location, to find the segments that several ranks need.
 
     Returns:
-        A tensor of 64-bit hashes, int64, one per segment.
+        An int64 tensor with one hash per segment.
     """
     hashes = bytearray()
     for segment in segments:
@@ -120,7 +119,7 @@ def shared_requests(segments: Sequence[Segment], ranks: int) -> list[list[Segmen
     """Groups segments that `ranks` ranks need into requests; the result is the same on all of them.
 
     Returns:
-        The requests; None if the bytes are too few to be shared: each rank then requests them.
+        The requests; None if so few bytes are not worth sharing: each rank then fetches them.
     """
     total = sum(segment.stop - segment.start for segment in segments)
     if total < _WORTH * ranks:
@@ -227,7 +226,7 @@ class RingAllgather:
         self._lost: RuntimeError | None = None
 
     def run(self) -> None:
-        """Carries out this rank's part.
+        """Carries out this rank's part of the exchange.
 
         Call it in :meth:`Shared.carry_out`, on all ranks of the ring, even on those that failed.
 

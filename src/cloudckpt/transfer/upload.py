@@ -156,7 +156,7 @@ class ObjectUpload:
             self._abort_twins()
 
     def _abort_twins(self) -> None:
-        """Aborts uploads that were begun by requests without a response."""
+        """Aborts other uploads of the key, begun by requests whose response was lost."""
         own = () if self._upload is None else (self._upload.id,)
         _abort_all(self._store, self.key, self._retrier.policy, apart_from=own)
 
@@ -193,11 +193,11 @@ class ObjectUpload:
         send: Callable[[], T],
         made: Callable[[StoreError], T | None] | None = None,
     ) -> T:
-        """Sends a part and returns the store's answer.
+        """Calls `send`, with retries, to send a part; returns its result.
 
         The memory must not have changed since its checksum was computed: an object with changed
         bytes would fail its checksum at every load. So the checksum is compared after each
-        transient failure, and, for a store that does not verify checksums, after the sending.
+        transient failure, and, if the store does not verify checksums, after the part was sent.
 
         Raises:
             TensorChangedError: If the memory has changed.
@@ -306,7 +306,7 @@ class ObjectUpload:
         self.abort()
 
     def _look(self, attempt: str, checksum: int | None) -> ObjectInfo | None:
-        """Returns the object if this attempt wrote it; else None.
+        """Returns the object if the write named `attempt` made it; else None.
 
         If `checksum` and the checksum of the object are both known, they must be equal, too.
         """
