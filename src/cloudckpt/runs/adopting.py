@@ -84,7 +84,8 @@ def adopt(uri: URILike, *, wait: float = 60.0, config: Config | None = None) -> 
         IncompleteSaveError: If the checkpoint can't be committed: for example, some rank has not
             sent all of its data, the data was changed or is too old, ranks saved different values
             under one name, or another job has claimed the run since.
-        ConfigError: If ``uri`` is the folder of a run, or the store ignores conditions of writes.
+        ConfigError: If ``uri`` is the folder of a run, or the store does not support conditional
+            writes.
         InvalidURIError: If ``uri`` is not a valid location.
         StoreError: If the store refuses or stays unreachable.
         CommitUnknownError: If the store does not say whether the commit took place.
@@ -131,15 +132,15 @@ class Adoption:
     def carry_out(self, until: float) -> None:
         """Waits for the records, checks them and the objects, commits, and deletes the records.
 
-        The marks by which the save kept objects of other steps are deleted, too, unless the
-        checkpoint needs these objects. If another job commits the step meanwhile, its commit stays.
+        Also deletes the marks by which the save protected objects of other steps, if the checkpoint
+        does not need these objects. If another job commits the step meanwhile, its commit stays.
 
         Args:
             until: When to stop waiting, by :func:`time.monotonic`.
 
         Raises:
-            IncompleteSaveError: If the step can't be committed; also if it was committed before,
-                and its records are deleted.
+            IncompleteSaveError: If the step can't be committed, for example because another job
+                has committed it before, and has deleted the records.
             StoreError: If the store refuses or stays unreachable.
             CommitUnknownError: If the store does not say whether the commit took place.
         """
@@ -161,8 +162,9 @@ class Adoption:
             The record of each rank; if several saves are complete, those of the newest save.
 
         Raises:
-            IncompleteSaveError: If there are no records or only those of another job, or if records
-                are not complete when they stop changing or at the time ``until``.
+            IncompleteSaveError: If there are no records, or only those of other jobs; or if a
+                rank's record is still incomplete at ``until``, or when the records have stopped
+                changing.
         """
         is_logged, silent = False, 0  # counted in listings: a slow store makes both sides slow
         while True:
@@ -276,10 +278,10 @@ class Adoption:
             raise self._incomplete(f"the ranks' reports do not fit together: {exc}") from exc
 
     def _check_objects(self, objects: Iterable[WrittenObject]) -> None:
-        """Checks that all objects have the recorded size and checksum, and can't be swept soon.
+        """Checks the size, checksum and age of all objects that the step needs.
 
-        Checksums are compared only if the store reports them; objects of other checkpoints may have
-        any age.
+        Checksums are compared only if the store reports them. Objects of other checkpoints may have
+        any age; the step's own must be too young to be swept soon.
 
         Raises:
             IncompleteSaveError: If an object is missing, differs from the record, or is too old.
@@ -309,7 +311,7 @@ class Adoption:
 
         Raises:
             IncompleteSaveError: If another job has claimed the run, or the data became too old.
-            ConfigError: If the store ignores conditions of writes.
+            ConfigError: If the store does not support conditional writes.
             CommitUnknownError: If the store does not say whether the commit took place.
             CloudCheckpointError: An error of the hook before the commit, or of the store.
         """

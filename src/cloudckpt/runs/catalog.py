@@ -59,8 +59,8 @@ class CheckpointSummary:
         is_abandoned: Whether the checkpoint is committed, but not on the line of its run: its
             training was given up, or its job was replaced (:mod:`cloudckpt.runs.line`).
         job: The name of the job that saved the checkpoint; empty if that is not known.
-        nbytes: Bytes of the objects directly in the checkpoint's folder that cloudckpt or torch has
-            written, with leftovers of killed saves.
+        nbytes: Bytes of all objects directly in the checkpoint's folder that cloudckpt or torch has
+            written, including leftovers of killed saves.
         modified: When the newest of these objects was written, in seconds since 1970 by the store's
             clock; None if the store does not report it.
     """
@@ -184,7 +184,7 @@ class Run:
 
     @property
     def view(self) -> View:
-        """The view that was given to this object; without one, a new view at each access."""
+        """The given view, through which the store is read; if none was given, a new one."""
         return View(self.root, self.config) if self._view is None else self._view
 
     def through(self, view: View) -> Run:
@@ -196,7 +196,7 @@ class Run:
         return self.root.join(self.names.name(step))
 
     def steps_among(self, folders: Iterable[str]) -> list[int]:
-        """Returns the steps whose folders have these names, oldest first; ignores other names."""
+        """Returns the steps that folder names stand for, oldest first; ignores other names."""
         return sorted(step for step in map(self.names.step, folders) if step is not None)
 
     def steps(self, *, warns: bool = True) -> list[int]:
@@ -249,11 +249,14 @@ class Run:
 
         :mod:`cloudckpt.runs.line` says which steps are on the line. Notes are read on demand, so
         an unreadable old step does not fail a caller that needs a newer one. If the notes of a step
-        can't be read, the error is yielded in their place, and the step counts as on the line. If
-        the line that the claim describes has no step left, the newest step decides which steps are
-        on the line, and those steps, first yielded with False, are yielded again with True. If
-        steps were committed meanwhile, and no step on the line was yielded yet, all steps may be
-        yielded once more.
+        can't be read, the error is yielded in their place, and the step counts as on the line.
+
+        A step may be yielded twice:
+
+        - If no step is left on the line of the claim, all steps are first yielded with False. Then
+          the steps on the line of the newest step are yielded again, with True.
+        - If other steps are committed before a step on the line was yielded, the run may be listed
+          again, and all its steps are then yielded.
 
         Args:
             steps: The steps to read, oldest first; they have to include the run's newest step. None
@@ -274,7 +277,7 @@ class Run:
             return line.is_same_training(notes)
 
         def has_come(above: int) -> bool:
-            """Whether a higher step than this one was committed since the listing."""
+            """Returns whether a step above ``above`` was committed since the listing."""
             if steps is not None or not missing:
                 return False
             now = {step for step in run.steps(warns=False) if step > above}
@@ -314,8 +317,8 @@ class Run:
     ) -> Iterator[tuple[int, Notes | CloudCheckpointError | None]]:
         """Yields each step, newest first, with the result of :meth:`_notes_or_error`.
 
-        The notes of the newest step are read alone, then those of 2, 4, 8 ... steps at once,
-        up to ``requests_at_once``.
+        The notes of the newest step are read first, then those of 2, 4, 8 and more steps in
+        parallel, at most ``Config.requests_at_once``.
         """
         left, count = [*steps], 1
         while left:
@@ -354,8 +357,12 @@ class Run:
     def history(self, steps: Sequence[int] | None = None) -> History:
         """Reads the notes of all committed steps of the run, or of those among ``steps``.
 
-        ``steps`` is that of :meth:`walk`. The result has the error of a step whose notes can't be
-        read; only if the store can't be reached, that error is raised.
+        Args:
+            steps: The steps to read, as for :meth:`walk`.
+
+        Raises:
+            TransientStoreError: If the store can't be reached. All other errors of reading the
+                notes of a step are in ``unread`` of the result.
         """
         line, abandoned = dict[int, Notes](), dict[int, Notes]()
         unread = dict[int, CloudCheckpointError]()
@@ -422,9 +429,9 @@ class Run:
     def summary(self, folder: str) -> CheckpointSummary | None:
         """Describes the checkpoint in a folder of the run, committed or not.
 
-        ``job`` and ``is_abandoned`` keep their defaults. None if the folder has no objects of a
-        checkpoint, or only the marks by which others refer to it; or if its name is not valid in a
-        location, such as a name with "?" in a bucket.
+        ``job`` and ``is_abandoned`` are not determined, and keep their defaults. Returns None if
+        the folder has no objects of a checkpoint, or only marks by which other checkpoints refer to
+        it; or if the folder's name is not valid in a location, such as a name with "?" in a bucket.
         """
         if not self.root.can_join(folder):
             return None
@@ -448,10 +455,10 @@ class Run:
 
 
 def objects_of_ours(view: View, below: str) -> list[ObjectInfo]:
-    """Lists the objects directly in a folder that have names of a checkpoint's objects.
+    """Lists the objects directly in a folder whose names are those of a checkpoint's objects.
 
-    ``below`` is the key of the folder with a slash at its end. Of a folder with a thousand names or
-    more, only the names that begin like these are listed beyond the first thousand.
+    ``below`` is the key of the folder, with a slash at its end. After the first thousand names,
+    only names with the prefixes of a checkpoint's objects are requested.
     """
     level = view.level(below)
     objects = [entry for entry in level if isinstance(entry, ObjectInfo)]

@@ -195,9 +195,9 @@ def _send(
 ) -> int:
     """Copies objects until all have arrived; returns the bytes that the store copied itself.
 
-    If the store can't copy by itself, the rest is streamed through this machine. If bytes do not
-    match their checksum for the first time, they may have been damaged in transit, so the object is
-    copied again; the second time is an error.
+    If the store can't copy by itself, the rest is streamed through this machine. If the bytes of an
+    object do not match their checksum, they may have been damaged in transit, so the object is
+    copied once more; a second mismatch is an error.
 
     Raises:
         CheckpointReplacedError: If the source was replaced meanwhile.
@@ -248,10 +248,9 @@ def _send(
 
 
 def _has_the_same(target: Run, ours: ReadContent) -> bool:
-    """Returns whether the target already has a complete checkpoint of equal checksums and notes.
+    """Returns whether the target has a complete checkpoint with the same checksums and notes.
 
-    Checkpoints without checksums never count as the same, nor does a damaged target, which is
-    logged.
+    False if a checkpoint has no checksums, or if the target is damaged, which is logged.
     """
     try:
         theirs = read_content(target.root, target.config)

@@ -61,12 +61,12 @@ def _put_claim(run: Run, document: Mapping[str, Any], seen: Owner | None) -> str
     Args:
         run: The run.
         document: The content of the object.
-        seen: The claim that it replaces, if that is still the current one; None if the run must not
-            be claimed yet.
+        seen: The claim to replace, which must still be the current one; None if the run must have
+            no claim yet.
 
     Raises:
         CheckpointConflictError: If another job has claimed the run meanwhile.
-        ConfigError: If the store ignores conditions.
+        ConfigError: If the store does not support conditional writes.
         StoreError: If the store refuses or stays unreachable.
     """
     store, retrier = run.store, run.retrier
@@ -96,7 +96,7 @@ def copy_claim(origin: Run, goal: Run, *, may_mix: bool) -> None:
     Raises:
         CheckpointConflictError: If a job has claimed the target itself, unless ``may_mix`` is
             set: the copy would replace steps of that job's training.
-        ConfigError: If the target's store ignores conditions.
+        ConfigError: If the target's store does not support conditional writes.
         StoreError: If a store refuses or stays unreachable.
     """
     ours, theirs = origin.owner(), goal.owner()
@@ -146,10 +146,11 @@ _PATIENCE = 10.0  # seconds that a call of save() waits for the claim
 
 
 class OwnLine(CommitHook):
-    """The jobs and steps that this job continues, equal on all ranks, and its claim of the run.
+    """A job's claim of its run, and the earlier jobs and steps that the job continues.
 
-    Rank 0 claims the run; the other ranks get the job's name from it. As the commit hook of the
-    job's saves, this checks the claim before each commit, and calls the user's hook.
+    Both are the same on all ranks. Rank 0 claims the run, and sends the job's name to the other
+    ranks. As the commit hook of the job's saves, this object checks the claim before each commit,
+    and calls the user's hook.
 
     Attributes:
         run: The run.
@@ -194,8 +195,8 @@ class OwnLine(CommitHook):
     def check_claim(self) -> None:
         """Checks that this job still holds the claim of the run, and calls the user's hook.
 
-        Waits for the answer to a claim in progress. The claim is not checked before the job has
-        begun to claim the run.
+        If the claim is still being written, waits for that. If the job has not begun to claim the
+        run, only the hook is called.
 
         Raises:
             CheckpointConflictError: If another job has claimed the run, or the claim was deleted.
@@ -241,7 +242,8 @@ class OwnLine(CommitHook):
         """Claims the run if this job has not done so, or a new line begins; a collective call.
 
         A new line begins with the first save, and with the first save after a restore. A save waits
-        at most ten seconds for the store's answer; if that comes later, its commit waits for it.
+        at most ten seconds for the store's answer; if none has come by then, only the save's commit
+        waits for it.
 
         Args:
             saves: Whether the job is about to save. False before a deletion: a claim then keeps the
@@ -261,10 +263,10 @@ class OwnLine(CommitHook):
         return Notes(job=self.claimed_by, continues=self._continues)
 
     def explain(self, error: BaseException | None) -> None:
-        """Rewrites a CheckpointExistsError that a job gets because it did not call ``restore()``.
+        """Rewrites the message of a CheckpointExistsError if the job has not called ``restore()``.
 
-        In such a job only a save with ``force`` replaces a step, although ``Config.overwrite`` is
-        on. If that is off, the message is already right.
+        Such a job replaces a step only with ``force``, even if ``Config.overwrite`` is on. Does
+        nothing for other errors, or if ``Config.overwrite`` is off.
         """
         is_on = self.run.config.overwrite
         if isinstance(error, CheckpointExistsError) and is_on and not self.has_restored:
@@ -276,9 +278,9 @@ class OwnLine(CommitHook):
     def _claim_run(self, *, saves: bool) -> tuple[str, bool]:
         """Claims the run if a save begins a new line, or this job has not claimed it successfully.
 
-        Called on rank 0. A save waits for up to ten seconds; if the store has not answered by then,
-        the commits of saves that begin now wait for the claim, and fail if it fails. A deletion
-        waits for the answer.
+        Called on rank 0. A save waits up to ten seconds for the store's answer. If none has come by
+        then, the commits of this save and later ones wait for the claim, and fail if it fails. A
+        deletion waits for the answer without a limit.
 
         Returns:
             The job's name, and whether the store has answered.

@@ -101,7 +101,7 @@ def copy(
     Raises:
         InvalidURIError: If ``source`` or ``target`` is not a valid location.
         ConfigError: If both are the same location, an option is invalid, or the target's store
-            ignores conditions of writes.
+            does not support conditional writes.
         DifferentCheckpointsError: If the ranks were given different locations.
         CheckpointNotFoundError: If there is no committed checkpoint to copy, or all were deleted
             meanwhile.
@@ -244,7 +244,7 @@ def detach(
         InvalidURIError: If ``checkpoint_id`` is not a valid location.
         CheckpointNotFoundError: If the location has no committed checkpoint.
         CheckpointCorruptError: If the shared bytes are damaged; the checkpoint stays unchanged.
-        ConfigError: If an option is invalid, or the store ignores conditions of writes.
+        ConfigError: If an option is invalid, or the store does not support conditional writes.
         CheckpointConflictError: If another writer has replaced the checkpoint meanwhile.
         CheckpointReplacedError: If the checkpoint was replaced meanwhile, again and again.
         CommitUnknownError: If the store does not say whether the commit took place.

@@ -117,11 +117,11 @@ class Preemption:
             _handled.setdefault(number, _Signal(number)).watch(self)
 
     def ignore(self) -> None:
-        """Undoes one call of :meth:`watch`; once all are undone, restores the previous handlers.
+        """Undoes one call of :meth:`watch`; does nothing without such a call.
 
-        Calls of other objects for the same signal count, too. If another handler was set after
-        :meth:`watch`, or outside of the main thread, where Python can't set handlers, the handlers
-        stay; the handler of this class then only calls the one that was there before.
+        When no object watches a signal any more, the signal's previous handler is restored. This is
+        not possible outside of the main thread, or if the program has set another handler since:
+        the handler of this class then stays, and only calls the previous one.
         """
         for number in self._signals:
             if number in _handled:
@@ -168,8 +168,8 @@ class _Signal:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Tells the watchers that the job is about to end, and calls the previous handler.
 
-        If that is the default handler, a second signal ends the process. Even a first signal ends
-        it if no watcher is left, or if the signal is SIGTERM and this is a forked child.
+        If the previous handler is the default one, a second signal ends the process. The first
+        signal ends the process if no watcher is left, or in a forked child if it is SIGTERM.
         """
         is_elsewhere, is_second = os.getpid() != self._pid, False
         if self._watchers and not is_elsewhere:
@@ -199,11 +199,11 @@ _handled: dict[int, _Signal] = {}
 class Agreement:
     """Combines two flags of all ranks once a step: the job is about to end, and a save is due.
 
-    Schedulers signal one rank, or each rank at another time, while all ranks must save the same
-    step. So each step starts an all-reduce of the flags, and the next step uses its result, so that
-    no rank waits. If steps take seconds, the next step may be too late, and the wait is short in
-    comparison. So the ranks also combine whether their last step was short: if it was long on all
-    ranks, all of them wait for the result in the same step.
+    Schedulers signal a single rank, or the ranks at different times, but all ranks must save the
+    same step. So each step starts an all-reduce of the flags, and the next step uses the result: no
+    rank waits. If steps take more than a second on all ranks, the next step may be too late, and a
+    wait is short in comparison: then all ranks wait for the result in the same step. For that, the
+    all-reduce also has a flag for a short step.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None) -> None:

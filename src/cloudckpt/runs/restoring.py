@@ -40,14 +40,14 @@ def restore_newest(
 ) -> int | None:
     """Loads the newest intact step on the line, the same on all ranks; a collective call.
 
-    Steps that are damaged are logged and skipped. So are steps that were deleted meanwhile; the run
-    is listed again then.
+    Steps that are damaged, or were deleted meanwhile, are logged and skipped; after a deletion the
+    run is listed again.
 
     Args:
         run: The run.
         meeting: The ranks.
-        hook: Called before and after the commit of a pending step, which is newer than the newest
-            committed one on the line.
+        hook: Called before and after the commit of a pending step, if one is newer than the newest
+            committed step on the line.
         until: When to stop waiting for processes that are still sending a step, by
             :func:`time.monotonic`; None commits no pending step.
         load: Loads a step, given its number and notes; called on all ranks.
@@ -137,7 +137,7 @@ def notes_to_restore(run: Run, step: int) -> Notes:
     """Reads the notes of a step to restore; logs a warning if it is not the newest on the line.
 
     Raises:
-        CheckpointNotFoundError: If the step is not committed; the message lists those that are.
+        CheckpointNotFoundError: If the step is not committed; the message lists committed steps.
         CheckpointCorruptError: If the notes are damaged.
     """
     notes = _notes_of(run, step)
@@ -179,7 +179,7 @@ def checkpoint_in(source: Run, step: int | None) -> tuple[str, int | None]:
 
     Raises:
         CheckpointNotFoundError: If the location has no such checkpoint; for a missing step, the
-            message lists those that are committed.
+            message lists committed steps.
         ConfigError: If the location is a single checkpoint, and a step was given.
     """
     if source.is_checkpoint():
@@ -254,7 +254,7 @@ def _selected(state: dict[str, Any], keys: Collection[str], path: str = "") -> d
 
     A name consists of the keys from the outermost to the innermost dict, joined by dots. A pattern
     that matches the name of a dict selects the whole dict. ``name.*`` also selects an entry
-    ``name`` that is no dict: it may be an object with a state dict.
+    ``name`` that is not a dict, because the entry may be an object with a state dict.
 
     Args:
         state: The state dict, or a dict in it.

@@ -78,9 +78,9 @@ class RunStatus:
 
 
 Outcome = Literal["under way", "ended", "committed", "failed", "dropped", "restored"]
-"""The state of a save. ``ended``: it has failed, and the failure is not reported yet; ``failed``:
-the failure was reported; ``dropped``: the save did not take place. ``restored``: it is not a save,
-but a step that was restored."""
+"""The state of a :class:`Save`. ``ended``: the save has failed, and this is not reported yet;
+``failed``: the failure was reported; ``dropped``: the save did not take place; ``restored``: not a
+save, but a restored step."""
 
 
 @dataclass(eq=False)
@@ -90,7 +90,8 @@ class Save:
     Attributes:
         step: The step; None for a restore that found no step.
         outcome: The state of the save.
-        when: When the save was committed, by the monotonic clock; None if it is not committed.
+        when: When the save was committed, in seconds of :func:`time.monotonic`; None if it is not
+            committed.
         number: The number that the background checkpointer gave the save; -1 if it has none.
     """
 
@@ -101,10 +102,10 @@ class Save:
 
 
 class Saves:
-    """The list of a job's saves, in order; :meth:`end` removes those that no longer matter.
+    """The saves of a job and the steps that it restored, in order; :meth:`end` removes old ones.
 
-    Failures are counted at the same call on all ranks, so all ranks decide alike whether training
-    goes on; a commit becomes known to each rank at another time.
+    All ranks count a failure at the same call, so all decide alike whether training goes on. A
+    commit may become known to the ranks at different times.
 
     Attributes:
         last_failure: The error of the failure that was counted last; None if none was counted.
@@ -138,7 +139,7 @@ class Saves:
         """The step that this job restored or began to save last; None if there is none.
 
         Also None if the last of them was a restore that found no step. Saves whose failure was
-        reported are left out.
+        reported do not count.
         """
         with self._lock:
             counted = (save.step for save in reversed(self._all) if save.outcome != "failed")
@@ -242,7 +243,7 @@ class Saves:
         )
 
     def _row(self) -> int:
-        """Returns how many saves have failed in a row, up to the last reported failure."""
+        """Returns how many saves in a row have failed, ending with the last reported failure."""
         row = 0
         for save in reversed(self._all):
             if save.outcome == "failed":

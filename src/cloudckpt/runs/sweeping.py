@@ -230,7 +230,7 @@ class _Sweep:
         return list(self._run.store.list(start, self._run.retrier.call))
 
     def _named_beneath(self, run: str) -> _Named:
-        """Returns what all checkpoints of a run need; ``run`` is the key of the run's folder."""
+        """Returns the keys that all checkpoints of a run need; ``run`` is the key of its folder."""
         references, below = _Named(), inside(run)
         for name in list(self._run.store.list_level(below, self._run.retrier.call)):
             if isinstance(name, str):
@@ -241,7 +241,7 @@ class _Sweep:
         return references
 
     def _named(self, folder: str) -> _Named:
-        """Returns what a folder's checkpoint needs: nothing if none is committed there.
+        """Returns the keys that a folder's checkpoint needs; empty if none is committed there.
 
         If its commit object is damaged, ``unread`` of the result is True, and the object's URI is
         added to :attr:`Leftovers.unread`.
@@ -272,8 +272,9 @@ class _Sweep:
     def _uncommitted(self, old: list[ObjectInfo]) -> Iterable[ObjectInfo]:
         """Returns the objects of ``old`` that no manifest names; none if a manifest is damaged.
 
-        ``old`` has contents and records of files, all in one folder; manifests may be in this
-        folder and those above it (:mod:`cloudckpt.checkpoint.file_folder`).
+        The objects of ``old`` have the content or the record of a file, and are in one folder;
+        manifests may be in this folder and the folders above it
+        (:mod:`cloudckpt.checkpoint.file_folder`).
         """
         above = [self._manifest(folder) for folder in folders_above(old[0].key)]
         if None in above:
@@ -282,7 +283,7 @@ class _Sweep:
         return [info for info in old if drawn_part(info.key) not in names]
 
     def _manifest(self, folder: str) -> bytes | None:
-        """Reads the manifest in a folder; empty if there is none, None if it is damaged."""
+        """Returns the manifest in a folder; empty if there is none, None if it is damaged."""
         if folder not in self._manifests:
             store, key = self._run.store, inside(folder) + MANIFEST
             content: bytes | None = None
@@ -303,8 +304,8 @@ class _Named:
 
     Attributes:
         keys: The keys of the data objects.
-        marks: The keys of the checkpoints' marks in the folders of other checkpoints.
-        unread: Whether a commit object is damaged, so that its keys are missing.
+        marks: The keys of the marks by which the checkpoints keep objects in other folders.
+        unread: Whether keys are missing because a commit object is damaged.
     """
 
     keys: set[str] = field(default_factory=set)

@@ -101,9 +101,9 @@ class _Object:
     """A unit of reading: a whole data object with its items, or one item of any other object.
 
     Attributes:
-        whole: The bytes to read.
-        algorithm: The algorithm of ``checksum``; None if the bytes have no checksum as a whole.
-        checksum: The checksum of all the bytes.
+        whole: Where the bytes to read are stored.
+        algorithm: The algorithm of ``checksum``; None if there is no checksum of all these bytes.
+        checksum: The checksum of all these bytes; 0 without an ``algorithm``.
         items: The items in a whole object; empty for a single item.
     """
 
@@ -277,7 +277,7 @@ class Progress:
         self._done = 0
 
     def add(self, count: int) -> None:
-        """Adds to the count, and reports the sum so far and the total."""
+        """Adds ``count`` bytes, and calls the callback with the bytes so far and the total."""
         with self._lock:
             self._done += count
             self.total = max(self.total, self._done)
