@@ -46,8 +46,9 @@ class StoredTensor:
 
 
 _EDGE = 4096
-"""Bytes read at either end of an item: torch's directory takes about 700, and so do the records
-before the tensor's bytes.
+"""Bytes that are read at each end of an item.
+
+The zip directory at the end takes about 700 bytes, and so do the records before the tensor's bytes.
 """
 
 _ENCRYPTED = 1  # flag of an encrypted record
@@ -93,7 +94,7 @@ def locate(
 
 
 def _tensor_in(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | None:
-    """Returns the plain tensor in an item, given its first and last bytes; None if it has none."""
+    """Returns the plain tensor in an item, given the item's ends; None if there is none."""
     try:
         return _found(item, head, tail)
     except Exception:  # noqa: BLE001 - zipfile and damaged pickles raise errors of many classes
@@ -101,7 +102,7 @@ def _tensor_in(item: StoredBytes, head: bytes, tail: bytes) -> StoredTensor | No
 
 
 class _LastBytes(io.BytesIO):
-    """A file of which only the last bytes are in memory.
+    """A read-only file that has only its last bytes in memory, at their offsets in the whole file.
 
     Seeking from the start to an offset before these bytes raises ValueError.
     """

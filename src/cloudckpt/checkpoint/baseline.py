@@ -41,8 +41,9 @@ __all__ = [
 T = TypeVar("T")
 
 LONGEST_SAVE = 12 * 3600.0
-"""Maximum seconds from the beginning of a save to its commit. Leftovers are swept once they are
-older than twice that.
+"""Maximum seconds from the beginning of a save to its commit.
+
+Objects left behind by failed saves are swept once they are older than twice this time.
 """
 
 _LOOKS = 3  # requests for the existing commit object, if an answer takes long

@@ -107,10 +107,10 @@ def numbers_in(
 
 
 def pack_columns(columns: Iterable[torch.Tensor]) -> bytes:
-    """Packs int64 columns: for each, a byte with the size of its differences, and then these.
+    """Packs int64 columns into bytes, as the differences between neighbouring numbers.
 
-    A difference is that of a number from the one before it, or from 0 for the first. Differences
-    are little-endian; all of a column have the same size: 1, 2, 4 or 8 bytes.
+    Each column becomes one byte with the size of its differences (1, 2, 4 or 8 bytes), followed by
+    the differences, little-endian. The first difference is the column's first number itself.
     """
     return b"".join(map(_packed, columns))
 

@@ -172,11 +172,12 @@ def commit(
 
     A try certainly failed only if the store itself says so (``StoreError.certain``). The outcome of
     any other failure is unknown: a gateway may answer 503 although the request is carried out
-    seconds later, after a HEAD request has seen no commit object. After such a try, this returns
-    only if the commit object is this save's. It reports a conflict only if the store has refused a
-    try and the commit object is another writer's, or was deleted: then this save's can't appear any
-    more. In all other cases the data must be kept. Each commit object has the random name of its
-    commit; one without a name proves nothing, as some stores keep no metadata.
+    seconds later, after a HEAD request has seen no commit object. After such a try, this function
+    returns only if the commit object in the store is this save's. It reports a conflict only if the
+    store has refused a try, and the commit object is another writer's or was deleted: then this
+    save's commit object can't appear any more. In all other cases the data must be kept. A commit
+    object carries the random name of its commit. If the store drops that name, as stores without
+    metadata do, the writer of the commit object is unknown.
 
     Args:
         store: The store.
@@ -257,7 +258,7 @@ def _replaced(store: ObjectStore, baseline: Baseline, retrier: Retrier) -> Commi
     A commit object that can't be parsed is logged, and also gives None.
 
     Raises:
-        CheckpointConflictError: If it was replaced or deleted since the save began.
+        CheckpointConflictError: If that commit object was replaced or deleted since the save began.
         StoreError: If the store refuses or stays unreachable.
     """
     if baseline.version is None:
@@ -326,11 +327,8 @@ def no_longer_needed(
 def _elsewhere(uri: CheckpointURI, record: WrittenObject, what: str) -> DifferentCheckpointsError:
     """Returns the error for an object that a rank has uploaded, but the coordinator does not see.
 
-    The same URI may lead ranks to different stores: another AWS_ENDPOINT_URL on one node, or a
-    local path on the disks of two nodes. Each upload then succeeds, and no store would have the
-    whole checkpoint. Comparing how the ranks reach the store proves nothing, since each node may
-    have its own gateway. But an object with the random name and the size that a rank reports exists
-    only where that rank wrote it.
+    The same URI may lead ranks to different stores, for example if one node has another
+    AWS_ENDPOINT_URL, or if a local path is on the disks of two nodes.
     """
     return DifferentCheckpointsError(
         f"rank {record.rank} wrote {record.name} ({record.size} bytes), which {what} for the "
@@ -380,8 +378,8 @@ def publish(
             are looked up in the store, to check that it has them.
         data: Returns the bytes of the commit object.
         kept: The names of the objects of earlier saves; they stay if this fails.
-        check: Called before each try of the commit; an error that it raises ends the save. Any
-            but a CheckpointConflictError or StoreError becomes a CommitUnknownError.
+        check: Called before each try of the commit; an error that it raises ends the save. An
+            error other than CheckpointConflictError and StoreError becomes a CommitUnknownError.
 
     Raises:
         DifferentCheckpointsError: If another rank has written to another store.

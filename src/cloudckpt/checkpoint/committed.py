@@ -1,8 +1,8 @@
 """Reads a commit object, and only the bytes of it that a reader of the checkpoint needs.
 
 A commit object of cloudckpt has all that a reader needs at its end, so one request for its size and
-one for its last megabytes usually suffice. torch's pickle, at its beginning, is for other readers:
-of a large commit object it is not fetched.
+one for its last megabytes usually suffice. torch's pickle, at the beginning, is for other readers;
+it is not fetched if the commit object is large.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["CommitObject", "Fetched", "fetch", "read_commit"]
 logger = logging.getLogger("cloudckpt")
 
 _TAIL = 4 * 1024 * 1024
-"""Bytes that are read first: the record of half a million chunks, or all of a small object."""
+"""Bytes at the end of a commit object that are read first: enough for half a million chunks."""
 _MOST_BYTES = 1 << 33
 """Maximum bytes of a commit object: torch's pickle of ten million shards takes some two billion."""
 
@@ -251,7 +251,7 @@ def read_commit(
         ObjectNotFoundError: If the commit object does not exist.
         UntrustedPickleError: If another writer's metadata names code that is not on the allow-list.
         CheckpointCorruptError: If the commit object is damaged.
-        CheckpointReplacedError: If it was replaced or deleted while it was read.
+        CheckpointReplacedError: If the commit object was replaced or deleted while it was read.
         StoreError: If the store refuses or stays unreachable.
     """
     uri = store.uri(key)

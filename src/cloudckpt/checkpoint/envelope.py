@@ -134,7 +134,7 @@ class _Zip:
 
 
 def _zip64(nbytes: int, start: int) -> bytes:
-    """Returns the zip64 extra field with the numbers above 32 bits; empty if all are smaller."""
+    """Returns the zip64 extra field, with the numbers that exceed 32 bits; empty if none does."""
     numbers = [nbytes, nbytes] if nbytes >= _MAX32 else []
     if start >= _MAX32:
         numbers.append(start)
@@ -157,7 +157,7 @@ class _Rebuilt:
 
 
 def _pickle(dtype: torch.dtype, shape: tuple[int, ...], numel: int) -> bytes:
-    """Returns ``data.pkl``: torch's own description of a tensor, for this dtype and shape."""
+    """Returns the record ``data.pkl``, in which ``torch.save`` describes a tensor."""
     function, arguments, kind = _description(dtype)
     size = numel * dtype.itemsize if kind is torch.UntypedStorage else numel
     storage = ("storage", kind, "0", "cpu", size)

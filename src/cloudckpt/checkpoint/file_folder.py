@@ -96,8 +96,8 @@ def folders_above(key: str) -> list[str]:
 def drawn_part(key: str) -> bytes:
     """Returns the sixteen digits in a result of :func:`content_name` or :func:`record_name`.
 
-    These are the digits of the attempt or of the job, as bytes. A manifest contains the digits of
-    the objects that it names, and of its job.
+    These are the digits of the attempt or of the job, as ASCII bytes. They can be searched for in a
+    manifest, which contains the digits of its job and of the objects that it names.
     """
     return key.split(".")[-2].encode()
 
@@ -109,7 +109,7 @@ def sealed(line: bytes) -> bytes:
 
 
 def unsealed(data: bytes | bytearray, uri: str) -> bytes:
-    """Returns the line of JSON, with its newline, in the result of :func:`sealed`, if it is intact.
+    """Verifies the result of :func:`sealed`; returns its line of JSON, with the newline.
 
     Raises:
         CheckpointCorruptError: If the line does not match its checksum, or is cut off.

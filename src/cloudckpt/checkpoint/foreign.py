@@ -105,13 +105,14 @@ def load_metadata(data: bytes | bytearray, uri: str, *, trust_pickle: bool = Fal
 
 
 def _instance_of(cls: type[Any], *, more: bool = False) -> Constructor:
-    """Returns a constructor of instances of a dataclass of torch, given their pickled state.
+    """Returns a constructor that makes instances of a dataclass of torch from their pickled state.
 
-    The constructor raises ValueError if a field is missing or unknown, or there are arguments.
+    The constructor raises ValueError if a field is missing or unknown, or if the pickle passes
+    arguments to the class.
 
     Args:
         cls: The class.
-        more: Whether fields that torch does not have are accepted, too.
+        more: Whether unknown fields are accepted.
     """
     fields = dataclasses.fields(cls)
     known = {one.name for one in fields}
@@ -178,7 +179,7 @@ _CONSTRUCTORS: Mapping[str, Constructor] = {
 
 
 def _place_of_another_library(builder: Builder, stub: Stub) -> Any:
-    """Makes torch's ``_StorageInfo`` from an instance of any class that has the same fields.
+    """Makes torch's ``_StorageInfo`` from a pickled instance of any class with the same fields.
 
     Some libraries, such as OLMo-core, describe the location of an item by a class of their own.
 

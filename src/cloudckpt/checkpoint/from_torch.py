@@ -100,8 +100,8 @@ def table_of_plan(plan: SavePlan) -> tuple[Table, torch.Tensor]:
         plan: A plan of torch's planner, or of one that makes the same classes.
 
     Returns:
-        The table; and an int64 tensor with the numbers in ``table.names`` of the tensors that the
-        plan saves whole, so that no other rank may have a part of them.
+        The table, and an int64 tensor: it lists, by their numbers in ``table.names``, the tensors
+        that the plan saves whole, so that no other rank may have a part of them.
 
     Raises:
         NotInColumnsError: If a table can't express the plan.
@@ -141,7 +141,7 @@ def _is_plain(item: WriteItem) -> bool:
 
 
 def _kind(item: WriteItem) -> tuple[Any, ...]:
-    """Returns what all items of a name must have in common: type and, of a tensor, shape, dtype."""
+    """Returns what all items of a name must share: the type and, for a tensor, shape and dtype."""
     data = item.tensor_data
     return (item.type, *(() if data is None else (data.size, data.properties.dtype)))
 

@@ -1,8 +1,9 @@
 """Encodes the index at the end of a data object: its items' sizes and types, and all checksums.
 
-Each item begins at the first multiple of 64 after the item before it, and so does the index after
-the last item. So it holds no offsets: they follow from the lengths. A reader trusts it only if its
-size and CRC32C are those in the commit object. ``object_index`` parses it.
+In a data object, each item begins at a multiple of 64 bytes, the first one after the end of the
+previous item; so does the index, after the last item. The offsets therefore follow from the
+lengths, and are not stored. A reader trusts an index only if its size and CRC32C are those in the
+commit object. :mod:`cloudckpt.checkpoint.object_index` parses indexes.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ HEADER = struct.Struct("<8sIB3x")
 """The header: the magic bytes, the number of items, and the number of the checksum algorithm."""
 
 ITEM = 2 + 2 + 1 + 8
-"""Bytes of an item in the index without its checksums: head (2), tail (2), type (1), length (8)."""
+"""Bytes of an item's entry without checksums: head (2), tail (2), type (1), and length (8)."""
 
 LONGEST_EDGE = (1 << 16) - 1
-"""Maximum bytes of each part of an envelope: the one before a tensor, and the one after it."""
+"""Maximum bytes of the envelope before a tensor's data, and also of the envelope after the data."""
 
 MOST_INDEX = (1 << 32) - 1
 """Maximum bytes of an index."""
@@ -51,7 +52,7 @@ DTYPES = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
     *("float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "bcomplex32"),
 )
-"""The element types, by torch's names; their numbers count from 1."""
+"""The names of the element types in torch; an index has their positions in this tuple, from 1."""
 
 
 def number_of(algorithm: ChecksumAlgorithm) -> int:
@@ -81,11 +82,11 @@ def index_bytes(
     """Returns the bytes of an index.
 
     Args:
-        heads: For each item, the bytes of the envelope (:mod:`cloudckpt.checkpoint.envelope`)
-            before its payload.
-        tails: For each item, the bytes of the envelope after its payload.
+        heads: For each item, the size in bytes of the envelope before its payload
+            (:mod:`cloudckpt.checkpoint.envelope`).
+        tails: For each item, the size in bytes of the envelope after its payload.
         codes: For each item, the number of its element type; 0 for a pickled value.
-        raw_lengths: For each item, the bytes of its payload.
+        raw_lengths: For each item, the size in bytes of its payload.
         checksums: The checksums of all blocks of the first item, then those of the next, and so on.
         algorithm: The algorithm of the checksums.
     """

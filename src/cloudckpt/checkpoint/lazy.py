@@ -17,7 +17,7 @@ __all__ = ["ReadLater", "lazy_metadata", "record_behind", "save_id_of", "table_b
 
 
 def save_id_of(attempt: str) -> str:
-    """Returns the ``storage_meta.save_id`` of a save, of the same length for every save."""
+    """Returns the ``storage_meta.save_id`` of a save, given its random name ``attempt``."""
     return f"cloudckpt-1-{attempt}"
 
 
@@ -69,8 +69,8 @@ class ReadLater(Lazy):
     fail.
 
     Args:
-        read: Returns the mapping, and caches it; called at each access, so that a read that has
-            failed is tried again.
+        read: Returns the mapping. It is called at each access, so it must cache the mapping; a
+            read that has failed is tried again at the next access.
     """
 
     def __init__(self, read: Callable[[], Mapping[Any, Any]]) -> None:
@@ -92,7 +92,7 @@ class ReadLater(Lazy):
 
 
 class _Described(Lazy):
-    """``state_dict_metadata``: the entry of each name, made on first access and kept."""
+    """The mapping ``state_dict_metadata``; each entry is made on first access and kept."""
 
     def __init__(self, record: Record, table: Table) -> None:
         self.record, self._table = record, table
@@ -114,7 +114,7 @@ class _Described(Lazy):
 
 
 class _Places(Lazy):
-    """``storage_data``: the location of each item, by its ``MetadataIndex``."""
+    """The mapping ``storage_data``, from the ``MetadataIndex`` of each item to its location."""
 
     def __init__(self, record: Record, table: Table) -> None:
         self.record, self._table = record, table

@@ -50,7 +50,7 @@ def digest_of_all(values: Iterable[Any], *, samples: bool = True) -> int:
 
 
 class _Digest:
-    """Adds values to a hash, with all that they contain.
+    """Adds values to a hash, including the values that they contain.
 
     An object that occurs several times is visited once, and its digest is reused: objects may refer
     to each other in any way, also in cycles.
@@ -141,11 +141,10 @@ class _Digest:
 
 
 def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields a tensor's elements in row-major order, as slices in host memory.
+    """Yields a tensor's elements in row-major order, as contiguous tensors in host memory.
 
-    A contiguous tensor in host memory is yielded itself, if it is not a negated or conjugate view.
-    Any other is divided into slices of at most 64 MiB, or of one index of the first dimension.
-    A slice is copied, unless it is contiguous in host memory and no such view.
+    A tensor that has this form already is yielded itself. Any other is divided along its first
+    dimension into slices of at most 64 MiB (or of one index), which are copied where necessary.
     """
     if is_plain(tensor):
         yield tensor
@@ -158,7 +157,7 @@ def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns sampled elements of a tensor, at indices that do not depend on its memory layout."""
+    """Returns a sample of a tensor's elements; it does not depend on the memory layout."""
     count, size = tensor.numel(), tensor.itemsize
     page = max(1, _PAGE // size)
     pages = _LEAST_PAGES + tensor.nbytes // _EVERY

@@ -1,7 +1,7 @@
 """Merges what all ranks have recorded into one record, and makes the commit object's bytes from it.
 
-Both are made anew for each commit, from what all ranks have written. A later save of the same
-structure reuses only the plan.
+Record and commit object are made anew for each save; a later save of the same structure reuses only
+the plan.
 """
 
 from __future__ import annotations

@@ -119,27 +119,27 @@ class Notes:
         return cls(step=step, metrics=metrics, user=user, job=job, continues=continues)
 
     def is_same_training(self, other: Notes) -> bool:
-        """Returns whether ``other`` are the notes of a checkpoint of the same training as this one.
+        """Returns whether the notes ``other`` are of a checkpoint of the same training as these.
 
-        That is a checkpoint of the same job; or of an earlier job that this job continues, if its
-        step is known, and at most the step from which the job after it continued. Two checkpoints
-        whose jobs are both unknown count as of the same job.
+        They are if both checkpoints are of the same job, or of unknown jobs. They also are if this
+        job continues the job of ``other``, and ``other.step`` is known and not after the step from
+        which that job was continued.
         """
         last = self.continues.get(other.job, -1)
         return other.job == self.job or (other.step is not None and other.step <= last)
 
     def continued_at(self, step: int) -> dict[str, int]:
-        """Returns ``continues`` for a job that resumes from this checkpoint, of step ``step``."""
+        """Returns :attr:`continues` for a job that resumes from this checkpoint, at ``step``."""
         before = {job: last for job, last in self.continues.items() if job != self.job}
         return {**before, self.job: step}
 
 
 def continued_from(pairs: object) -> dict[str, int]:
-    """Returns :attr:`Notes.continues`, given as a list of pairs of a job and its last step.
+    """Converts :attr:`Notes.continues` from its JSON form, a list of pairs of a job and a step.
 
     Raises:
-        ValueError: If ``pairs`` is not a list, or an entry of it not such a pair.
-        TypeError: If an entry of it is not iterable, or a job not hashable.
+        ValueError: If ``pairs`` is not a list of pairs of a string and an integer.
+        TypeError: If an entry of the list is not iterable, or a job is not hashable.
     """
     if not isinstance(pairs, list):
         raise ValueError("'continues' is not a list of jobs")
@@ -175,8 +175,8 @@ def read_notes(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Note
 
     Raises:
         CheckpointNotFoundError: If there is no committed checkpoint.
-        CheckpointCorruptError: If its notes are damaged.
-        CheckpointReplacedError: If it was replaced meanwhile, again and again.
+        CheckpointCorruptError: If the notes are damaged.
+        CheckpointReplacedError: If the checkpoint was replaced during each of several reads.
         StoreError: If the store refuses or stays unreachable.
     """
     key = uri.key(METADATA)

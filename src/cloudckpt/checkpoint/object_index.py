@@ -41,10 +41,11 @@ class IndexItem:
     """An item's entry in an object index: its sizes, element type and checksums.
 
     Attributes:
-        head: Bytes of the envelope (:mod:`cloudckpt.checkpoint.envelope`) before the payload.
-        tail: Bytes of the envelope after the payload.
+        head: Size in bytes of the envelope (:mod:`cloudckpt.checkpoint.envelope`) before the
+            payload.
+        tail: Size in bytes of the envelope after the payload.
         dtype: The element type of a plain tensor; None for anything else, which has no envelope.
-        raw_length: Bytes of the payload.
+        raw_length: Size in bytes of the payload.
         blocks: The checksums of the payload's blocks.
     """
 

@@ -169,7 +169,7 @@ class _Object:
                 raise TensorChangedError.of(name)
 
     def end(self) -> None:
-        """Appends the index, after which nothing follows."""
+        """Appends the index, as the last bytes of the object."""
         self._packer.flush()
         self.upload.align()
         self._index = bytearray(index_size(self._sizes, self.upload.algorithm))
@@ -254,7 +254,7 @@ class ObjectPlan:
         starts: The offset of each item in that buffer, in bytes.
         forms: The form of each item.
         names: The names of the items, for messages.
-        expected: The checksums of each item's blocks, if they were computed before; else empty.
+        expected: For each item, the checksums of its blocks; empty if they are not known yet.
     """
 
     object: int
@@ -292,7 +292,7 @@ class Destination:
         config: Options.
         rank: The rank.
         attempt: The random part of the objects' names.
-        expected: About how many bytes the rank will send.
+        expected: The approximate number of bytes that the rank will send.
     """
 
     uri: CheckpointURI
@@ -309,7 +309,7 @@ class Destination:
         """Returns the part size of an object in bytes.
 
         Args:
-            capabilities: Those of the store.
+            capabilities: The capabilities of the store.
             staged: Whether the object's bytes are copied through a pool, whose size limits parts.
         """
         return choose_part_size(
@@ -328,8 +328,8 @@ class _Filling:
     Attributes:
         number: The number of the object.
         position: Bytes of the items assigned so far.
-        index: Bytes of their index.
-        capacity: Maximum bytes of items and index.
+        index: Bytes of the index of these items.
+        capacity: Maximum bytes of items and index together.
     """
 
     number: int

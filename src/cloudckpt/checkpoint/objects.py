@@ -53,7 +53,7 @@ __all__ = [
 logger = logging.getLogger("cloudckpt")
 
 METADATA = ".metadata"
-"""The name of the commit object, whose presence makes a checkpoint; torch has the same name."""
+"""The name of the commit object, whose presence makes a checkpoint; torch uses the same name."""
 
 CLAIM = ".cloudckpt-job.json"
 """The name of a run's claim: the object in its folder that names the job which saves to it now."""
@@ -127,7 +127,7 @@ def probe_name(of: Literal["doctor", "sweep"], drawn: str) -> str:
     """Returns the name, or the prefix of names, of temporary objects on which a store is tested.
 
     Args:
-        of: What tests the store.
+        of: The function that tests the store.
         drawn: Sixteen random hexadecimal digits.
     """
     return f".cloudckpt-{of}.{drawn}"
@@ -193,8 +193,8 @@ class WrittenObject:
         checksum: The object's checksum, by the store's algorithm.
         index_size: Bytes of the index at its end.
         index_crc: CRC32C of the index.
-        folder: The folder name of the sibling checkpoint that contains it; empty if that is the
-            checkpoint that names it.
+        folder: The folder name of the sibling checkpoint that contains the object; empty if the
+            checkpoint that names the object contains it.
     """
 
     rank: int
@@ -286,7 +286,8 @@ def find_commit(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> Object
         uri: The location.
 
     Raises:
-        StoreError: If the store says anything else, for example that the bucket does not exist.
+        StoreError: If the store gives any other answer, such as that the bucket does not exist, or
+            stays unreachable.
     """
     try:
         return look(uri.key(METADATA))

@@ -2,8 +2,8 @@
 
 It is next to the data objects of its rank, and readers ignore it. At first it records the progress
 of the process; at the end it has everything that a commit needs of this rank: the objects with
-their checksums, and the location of each item in them. With those of all ranks the save can be
-committed by the next job (:mod:`cloudckpt.runs.adopting`).
+their checksums, and the location of each item in them. From the pending objects of all ranks, the
+next job can commit the save (:mod:`cloudckpt.runs.adopting`).
 
 Nothing here uses torch: the trainer encodes the plan and the record before the process sends.
 """
@@ -36,27 +36,27 @@ class Pending:
     """The content of a pending object: one rank's part of a save that a later job can commit.
 
     Attributes:
-        save: A text that identifies the save: the same on all of its ranks, another in every other
-            save.
+        save: A text that identifies the save: equal on all of its ranks, and different for every
+            other save.
         rank: The rank.
         ranks: How many ranks there are.
-        job: The random name of the job that had claimed the run, by an object in it that names the
-            only job that may write; empty if no job had.
+        job: The random name of the job that has claimed the run: an object in the run names the
+            only job that may write to it. Empty if no job has.
         attempt: The random name that this rank's writer has drawn; that of the coordinator becomes
             the random name of the checkpoint.
         plan: The rank's items: the bytes of a record (:mod:`~cloudckpt.checkpoint.record`) without
             locations.
         record: The locations of the items: the bytes of a record without a table and objects.
         notes: The notes for the checkpoint.
-        copies: A number for the values that other ranks hold as well; if these are equal on all
-            ranks, the ranks' numbers add up to 0, modulo 2**64.
+        copies: A number computed from the values that other ranks hold as well. If all ranks have
+            equal values, the numbers of all ranks add up to 0, modulo 2**64.
         references: The objects of other checkpoints that hold some of the items; empty once
             ``objects`` includes them.
-        held: The folders of the checkpoints in which the save has put a mark, which keeps their
-            objects (:mod:`~cloudckpt.checkpoint.references`), if this rank is the coordinator.
+        held: On the coordinator, the folders of the checkpoints whose objects a mark of this save
+            protects (:mod:`~cloudckpt.checkpoint.references`); empty on other ranks.
         sent: Bytes sent so far.
-        objects: The objects in the store, the rank's own before those of other checkpoints; None
-            until the store has all of them.
+        objects: The rank's objects in the store, followed by the objects of other checkpoints that
+            hold some of its items; None until the store has all of the rank's objects.
     """
 
     save: str
@@ -74,7 +74,7 @@ class Pending:
     objects: tuple[WrittenObject, ...] | None = None
 
     def so_far(self, sent: int) -> Pending:
-        """Returns a copy in which ``sent`` is this number of bytes."""
+        """Returns a copy with the number of bytes that were sent so far."""
         return dataclasses.replace(self, sent=sent)
 
     def finished(self, objects: Sequence[WrittenObject]) -> Pending:

@@ -1,10 +1,11 @@
 """Reads pickles without running their code: into stubs first, then into values known as harmless.
 
-A pickle is a program that imports, calls and changes whatever it names. :class:`Unpickler` gives it
-a stub class for each name, which exists for one load, and whose instances keep the arguments of a
-call and the state of an object. A :class:`Builder` turns stubs into values by the constructors that
-it is given. So no code of the pickle's author runs, and no existing object changes. The memory that
-a pickle takes is not limited, nor is its depth: a hostile file may end the process that reads it.
+A pickle is a program that imports, calls and changes whatever it names. :class:`Unpickler` replaces
+each class and function that the pickle names by a stub class, which exists for one load; the stub's
+instances keep the arguments of a call and the state of an object. A :class:`Builder` turns stubs
+into values by constructors that are known as harmless. So no code of the pickle's author runs, and
+no existing object changes. Neither the memory that a pickle takes nor its depth is limited: a
+hostile file may end the process that reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _HOMES = {"pathlib._local": "pathlib", "__builtin__": "builtins", "__mp_main__":
 
 
 def home(module: str) -> str:
-    """Normalizes a module's name to be the same in all versions of Python and all processes.
+    """Returns a module's name in the form that all versions of Python and all processes share.
 
     Python 3.13 has the classes of ``pathlib`` in another module, and in a saving process the
     training script has another name.
@@ -54,9 +55,11 @@ class Stub:
     """Stands for an instance of a class, or the result of a call, that a pickle describes.
 
     Attributes:
-        name: The full name of the class or function; empty for an object of a persistent id.
+        name: The full name of the class or function; empty if the pickle refers to the object by a
+            persistent id, as to the storage of a tensor.
         arguments: The arguments of the call.
-        entries: The entries of a list, or the pairs of a dict, that the pickle adds; else None.
+        entries: The list entries, or the pairs of key and value, that the pickle adds to the
+            object; None if it adds none.
         is_call: Whether the class or function itself was called, not its ``__new__``.
         state: The state for ``__setstate__`` or ``__dict__``; None if the pickle sets no state.
     """
@@ -114,9 +117,9 @@ def _stub_class(name: str) -> type[Stub]:
 
 
 Constructor = Callable[[tuple[Any, ...], Any], Any]
-"""Makes a value from what a pickle says of it: the arguments of a call, and the state or None.
+"""Makes a value from its description in a pickle: the arguments of a call, and the state or None.
 
-Raises ValueError or TypeError if these are not valid for such a value.
+Raises ValueError or TypeError if arguments or state are not valid for such a value.
 """
 
 

@@ -1,7 +1,7 @@
 """Locates the items of a loaded checkpoint, by its metadata and its objects' indexes.
 
-Objects of torch and other writers have no index: there, tensors are located within the zip archives
-that the items are (:mod:`cloudckpt.checkpoint.archives`).
+Objects of torch and other writers have no index. Their items are zip archives, in which
+:mod:`cloudckpt.checkpoint.archives` locates the tensors.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ItemPlace:
     """The byte range of an item, and the tensor in it.
 
     Attributes:
-        whole: The range of the item's payload in the object, if an index describes it; otherwise of
-            all bytes of the item.
+        whole: The byte range of the item's payload in the object, if an index describes the item;
+            otherwise the range of all bytes of the item.
         tensor: The plain tensor in it; None if only ``torch.load`` can read the item.
         transforms: The stream transforms (compression) that torch's writer applied to it.
     """
@@ -90,8 +90,8 @@ class Places:
     ) -> list[ItemPlace]:
         """Returns the locations of items, in the order of ``indices``.
 
-        It reads the indexes of their objects, and of objects without an index both ends of the
-        items that hold tensors.
+        It reads the indexes of the items' objects. In objects without an index, it reads both ends
+        of each item that holds a tensor.
 
         Raises:
             CheckpointCorruptError: If an item has no location or a contradictory one, or an index
@@ -129,8 +129,8 @@ class Places:
         Args:
             store: The store of the objects.
             config: Options.
-            damaged: Called with the error of a damaged index. If it does not raise, that object's
-                content is unknown, and left out by :meth:`sources`.
+            damaged: Called with the error of a damaged index. If it does not raise, the content of
+                that object is unknown, and :meth:`sources` leaves it out.
             names: The names of the objects whose indexes are read, each with the name of an item in
                 the object, for errors; None for all objects.
             stats: Counts the bytes read; None to count them only for this call's events.
@@ -298,6 +298,9 @@ class Places:
             items: The items.
             damaged: Called with the error of each object whose index contradicts the metadata. If
                 it does not raise, items of such an object may lack checksums and tensors.
+
+        Raises:
+            CheckpointCorruptError: If ``damaged`` raises it, as it does by default.
         """
         places = [ItemPlace(item.whole, None, item.transforms) for item in items]
         by_object: dict[str, list[int]] = {}

@@ -1,12 +1,12 @@
 """The record of a save: the items of one rank or of all ranks, and their locations in objects.
 
-There is one encoding, :meth:`Record.to_bytes`. Ranks exchange records (a rank's *plan* is a record
-without locations, its *report* of what it wrote one without a table), a saving process leaves its
-record in the store, and the record of all ranks follows the pickle in ``.metadata``. A record has
-columns of integers, with an entry for each item, and one JSON document with everything else: names,
-distinct shapes and element types, paths, objects. Both are compressed.
+All records have one encoding, :meth:`Record.to_bytes`. Ranks exchange two kinds of records: a
+*plan* has no locations, and a *report* of what a rank wrote has no table. A saving process leaves
+its record in the store, and the record of all ranks follows the pickle in ``.metadata``. A record
+has columns of integers, with an entry for each item, and one JSON document with everything else:
+names, distinct shapes and element types, paths, objects. Both are compressed.
 
-It contains no pickle, and the memory needed to read it is bounded beforehand.
+A record contains no pickle, and the memory needed to read it is bounded beforehand.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _AT_ONCE = 1 << 16  # rows processed together: their data stays in the caches
 
 
 def bound(pickle_size: int) -> int:
-    """Returns the maximum bytes of an unpacked record, given the size of the pickle before it."""
+    """Returns the maximum bytes of an unpacked record, given the bytes of the pickle before it."""
     return max(_LEAST, _TIMES * pickle_size)
 
 
@@ -79,7 +79,7 @@ class Extents:
 
     @classmethod
     def none(cls, *, digests: bool = False) -> Extents:
-        """Returns columns without entries; with ``digests``, also those of the digests."""
+        """Returns columns without entries; ``digests`` adds the two columns of digests."""
         return cls(*(unfilled(0) for _ in range(5 if digests else 3)))
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Extents:
 
     @property
     def columns(self) -> tuple[torch.Tensor, ...]:
-        """The columns, in the order of the attributes; those of the digests only if present."""
+        """The columns that are not None, in the order of the attributes."""
         columns = self.objects, self.offsets, self.lengths, self.high, self.low
         return tuple(column for column in columns if column is not None)
 
@@ -109,7 +109,7 @@ class Extents:
 
 
 def no_times() -> torch.Tensor:
-    """Returns :attr:`Record.times` without any rank."""
+    """Returns an empty matrix for :attr:`Record.times`, without the row of any rank."""
     return unfilled(0, 5)
 
 
@@ -164,7 +164,9 @@ class Record:
         return dataclasses.replace(self, extents=Extents.none(), unmoved=earlier.digest())
 
     def completed(self, earlier: Extents) -> Record:
-        """Returns the record with the extents that :meth:`without` has removed, if it has.
+        """Undoes :meth:`without`: returns the record with its extents.
+
+        A record whose extents were not removed is returned unchanged.
 
         Raises:
             ValueError: If extents were removed, and ``earlier`` differs from them.
@@ -262,8 +264,8 @@ class Record:
             uri: The checkpoint, for messages.
             most: Maximum bytes of the unpacked record; None if a rank of this job made it, whose
                 numbers are trusted.
-            known: Parsed documents, which are not parsed again if another record has the same one,
-                as ranks with the same names do; new ones are added. None to keep none.
+            known: A cache of parsed JSON documents, to which new documents are added: records of
+                ranks with the same names have the same document. None for no cache.
 
         Raises:
             CheckpointCorruptError: If the record is inconsistent.
@@ -295,7 +297,7 @@ class _Head(NamedTuple):
 
     Attributes:
         record: The record without its columns.
-        counts: How many locations there are, columns of these, ranks in ``times``, and numbers in
+        counts: The number of locations, of their columns, of ranks in ``times``, and of entries in
             ``whole``.
         table: The table without columns; None if the record has no table.
     """
@@ -306,7 +308,7 @@ class _Head(NamedTuple):
 
 
 Heads = dict[bytes, _Head]
-"""Parsed documents of records, by a digest and the size of each document."""
+"""A cache of the parsed JSON documents of records, by the digest and size of each document."""
 
 
 def _parse(data: memoryview, most: int | None, known: Heads) -> Record:
@@ -405,7 +407,7 @@ def _described(table: Table) -> dict[str, Any]:
 
 
 def _table(document: Mapping[str, Any]) -> Table:
-    """Returns the table that a document describes, without columns."""
+    """Returns the table that a record's JSON document describes, with empty columns."""
     names = _strings(document["names"])
     forms = list(map(_form, document["forms"]))
     of = names if document["of"] is None else _strings(document["of"])

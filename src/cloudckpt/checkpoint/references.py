@@ -131,8 +131,8 @@ class Hold:
 
         Raises:
             ConfigError: If the base is not in the same parent folder as ``uri``, or has other
-                checksums than the store needs; or if a reference can't contain the name of its
-                folder, or of one that it refers to.
+                checksums than the store needs; or if the name of the base's folder, or of a folder
+                that it refers to, can't be part of a reference.
             CheckpointCorruptError: If one of the base's objects is missing, has another size, or is
                 known to be damaged (:func:`distrust`).
             CloudCheckpointError: If the base can't be read, or marks can't be written.
@@ -278,7 +278,7 @@ def _mark_in(uri: CheckpointURI, folder: str, attempt: str) -> str:
 def data_keys(uri: CheckpointURI, commit: CommitObject) -> dict[str, set[str]]:
     """Returns the keys of a checkpoint's data objects, by the folder that contains them.
 
-    There are none if another library saved the checkpoint.
+    The result is empty if another library saved the checkpoint.
     """
     found: dict[str, set[str]] = {}
     for one in commit.objects:
@@ -404,7 +404,7 @@ def commit_at(store: ObjectStore, uri: CheckpointURI, retrier: Retrier) -> Commi
 def _owner_of(store: ObjectStore, key: str, retrier: Retrier) -> str | None:
     """Returns the folder of the checkpoint whose save left a mark; None if the mark is gone.
 
-    The result is empty if the mark can't be read: it then counts as an uncommitted save's.
+    The result is empty if the mark can't be read: it then counts as that of an uncommitted save.
 
     Raises:
         StoreError: If the store refuses or stays unreachable.

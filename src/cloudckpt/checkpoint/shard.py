@@ -51,9 +51,9 @@ __all__ = [
 
 @functools.lru_cache(maxsize=8192)
 def form_of(dtype: torch.dtype, shape: tuple[int, ...]) -> StoredForm | None:
-    """Returns how a strided tensor is stored; None if the index of an object can't describe it.
+    """Returns how a strided tensor is stored; None if an object's index can't describe the tensor.
 
-    The tensor then has to be stored as a pickle.
+    In that case the tensor has to be stored as a pickle.
     """
     around, code = envelope(dtype, shape), code_of(dtype)
     if code is None or max(len(around.head), len(around.tail)) > LONGEST_EDGE:
@@ -122,7 +122,7 @@ def check_shards(value: Any, fqn: str) -> None:
     """Refuses a tensor whose attributes declare invalid parts of a larger tensor.
 
     Raises:
-        UnsupportedTensorError: If torch does not accept them.
+        UnsupportedTensorError: If torch does not accept the declared parts.
     """
     if not declares_shards(value):
         return
@@ -140,7 +140,7 @@ def check_shards(value: Any, fqn: str) -> None:
 
 
 def travels_as_bytes(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor wraps others and has no memory itself, so that it is pickled."""
+    """Returns whether a tensor wraps other tensors; having no memory itself, it is pickled."""
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
@@ -161,10 +161,10 @@ class Memory(Protocol):
         """Returns the offset of an address in the state's buffer; None if it is outside."""
 
     def put(self, view: memoryview, owner: object) -> tuple[int, int]:
-        """Takes bytes that ``owner`` keeps alive; returns a buffer's number, and their offset."""
+        """Adds bytes that ``owner`` keeps alive; returns a buffer's number and their offset."""
 
     def put_strided(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Takes a tensor's elements, in row-major order; returns the same as :meth:`put`."""
+        """Adds a tensor's elements in row-major order; returns what :meth:`put` returns."""
 
 
 class Layout(Protocol):
@@ -220,8 +220,8 @@ _KEPT = 1
 class _OwnMemory:
     """The memory of this process, for plans that it carries out itself.
 
-    The buffer of the state is the whole address space, so that its offsets are addresses. The other
-    buffer has the bytes that a plan refers to, until that plan is carried out.
+    The buffer of the state is the whole address space, so its offsets are addresses. A second
+    buffer keeps other bytes, such as pickles, until they are sent.
     """
 
     is_private = False

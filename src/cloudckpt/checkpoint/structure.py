@@ -41,7 +41,8 @@ class Structure:
     """The original keys and the empty dicts of a state dict, which torch's paths do not express.
 
     Attributes:
-        keys: The key of a dict entry, by its path, if it is not the string in the path.
+        keys: The original key of each dict entry whose key is not the string in its path, by that
+            path.
         empty: The paths of empty dicts.
     """
 
@@ -142,8 +143,8 @@ class Structure:
         Args:
             branch: The branch.
             at: Its path.
-            holes: A single number: how many list entries may still be missing in the whole state
-                dict. It is reduced by those that are missing here.
+            holes: A list with one number: how many list entries may still be missing in the whole
+                state dict. The number is reduced by the entries that are missing here.
 
         Raises:
             ValueError: If a branch is both a list and a dict, has a key twice, or is a list with
@@ -216,7 +217,7 @@ class Flat:
         values: The values that torch does not flatten, by the names that torch gives them. Dicts
             are flattened, and lists that contain a tensor or a dict (:func:`is_flattened`).
         paths: The path of each of these values, by its name.
-        keys: The key of a dict entry, by its path, if it is not a plain string.
+        keys: The original key of each dict entry whose key is not a plain string, by its path.
         empty: The paths of the empty dicts.
     """
 

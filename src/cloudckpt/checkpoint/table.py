@@ -1,4 +1,4 @@
-"""The contents of a checkpoint as columns: names, and which part of its tensor each chunk is.
+"""The contents of a checkpoint as columns: names, and the position of each chunk in its tensor.
 
 torch's metadata has three Python objects for each chunk of each tensor of each rank: half a million
 chunks take a gigabyte and seconds. A :class:`Table` has the names, their few distinct forms (shape
@@ -122,7 +122,7 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The names of the items that one rank, or all ranks, write, and the chunks of tensors.
+    """The names and chunks of the items that one rank, or all ranks, write.
 
     A table has a row for each item: each chunk of a tensor, and each value. Rows are numbered in
     the order of the names, and within a name in the order of its chunks.
@@ -292,7 +292,7 @@ class Table:
         """Checks that all chunks are within their tensors.
 
         Raises:
-            NotInColumnsError: If a chunk is not.
+            NotInColumnsError: If a chunk is not within its tensor.
         """
         forms = column_of([form.dims for form in self.forms])
         for dims, chunks in self.chunks.items():

@@ -53,7 +53,7 @@ def metadata_pickle(record: Record) -> bytes:
 
 
 def _state_of(properties: TensorProperties) -> tuple[Any, ...]:
-    """Reduces a tensor's properties for a pickle: without strides, which torch 2.14 can't read."""
+    """Reduces a tensor's properties for pickling, without strides, which torch 2.14 can't read."""
     state = (
         *(properties.dtype, properties.layout, properties.requires_grad),
         *(MemoryFormat.TORCH_CONTIGUOUS_FORMAT, properties.pin_memory),
@@ -114,9 +114,9 @@ class _Opcodes:
         self._count += 1
 
     def _remember(self, value: Any) -> None:
-        """Puts a value into the pickle's memo, unless it is there.
+        """Adds a value to the pickle's memo, unless the memo has it already.
 
-        It must be one of the first 256 values there, as they are recalled by one byte.
+        The memo may have at most 256 values then, as they are recalled by an index of one byte.
         """
         if (code := _coded(value)) not in self._gets:
             self._memoize(self._short(value))
@@ -132,8 +132,8 @@ class _Opcodes:
     def _form(self, form: Form) -> tuple[bytes, bytes]:
         """Returns the opcodes before and after the chunks of a tensor of this form.
 
-        For the form of a value, which has no chunks, the first has all opcodes, and the second
-        none.
+        A value has no chunks: for its form, all opcodes are in the first result, and the second is
+        empty.
         """
         if form.shape is None:
             return self._short(BytesStorageMetadata()), b""
@@ -229,8 +229,8 @@ class _Opcodes:
         """Returns the opcodes of many values as a matrix of bytes, with one row for each value.
 
         Args:
-            make: Makes a sample value from one number of each column; the numbers in its opcodes
-                are then replaced.
+            make: Makes a sample value from one number of each column. The opcodes of the sample are
+                repeated for each row, with that row's numbers.
             columns: The numbers, none negative.
             count: The length of each column, which is the number of values.
             recalled: How many of the first columns have memo indices: instead of such a number, the

@@ -79,8 +79,9 @@ allowed_by_user: Callable[[], dict[str, Any]] = _weights_only._get_user_allowed_
 PLANS_ITSELF = frozenset(
     ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 )
-"""The methods by which an object tells torch's planner its items. They may be attributes of a
-single object, and not of its class.
+"""The methods by which an object describes its own items to torch's planner.
+
+They may be attributes of the object itself instead of its class.
 """
 
 _FIELDS = () if _protocol is None else tuple(_protocol.CheckpointableTensor.__annotations__)
@@ -162,7 +163,8 @@ def forget_plans(planner: SavePlanner) -> None:
 def store_of_group(group: dist.ProcessGroup) -> Store | None:
     """Returns the key-value store of a process group, which adds the group's prefix to each key.
 
-    Returns None if the group was destroyed, has no store, or this torch keeps it elsewhere.
+    Returns None if the group was destroyed or has no store, or if this version of torch keeps the
+    store elsewhere.
     """
     world: Any = getattr(dist.distributed_c10d, "_world", None)
     found = getattr(world, "pg_map", {}).get(group, (None, None))[1]
@@ -170,11 +172,11 @@ def store_of_group(group: dist.ProcessGroup) -> Store | None:
 
 
 def state_dict_being_planned() -> tuple[Any, Any] | None:
-    """Returns the state dict and the planner of torch's save that calls this; None outside of one.
+    """Returns the state dict and planner of torch's save on the call stack; None if there is none.
 
-    torch does not pass the state dict to a storage writer, and its planner drops it after
-    flattening: it is only in the local variables of torch's function, which is looked up on the
-    call stack. The result is None, too, if this torch keeps it elsewhere.
+    torch does not pass the state dict to a storage writer, and the planner drops it after
+    flattening. So it is taken from the local variables of torch's function. The result is also None
+    if this version of torch keeps the state dict elsewhere.
     """
     frame = sys._getframe(1)
     for _ in range(8):  # wrappers and subclasses of the writer may be between

@@ -165,9 +165,9 @@ def load_tensor(
     """Loads a tensor that ``torch.save`` wrote in a form other than a plain tensor's.
 
     Raises:
-        UntrustedPickleError: If, without ``trust``, it needs code that is not allowed, or its
-            pickle is invalid.
-        CheckpointCorruptError: If it can't be read for another reason, or is not a tensor.
+        UntrustedPickleError: If, without ``trust``, the tensor needs code that is not allowed, or
+            its pickle is invalid.
+        CheckpointCorruptError: If the data can't be read for another reason, or is not a tensor.
     """
     loaded = load_item(data, item, uri, trust=trust)
     if not isinstance(loaded, torch.Tensor):
@@ -375,7 +375,7 @@ class Unloadable:
         """Refuses the save if :meth:`look` has refused items.
 
         Raises:
-            UnsupportedValueError: If it has; the message names all of them.
+            UnsupportedValueError: If :meth:`look` has refused items; the message names all of them.
         """
         if self._refused:
             raise UnsupportedValueError(
@@ -398,14 +398,14 @@ def _has_a_state(name: str) -> bool:
 
 
 def _refused(data: bytes) -> tuple[str, Sequence[str]]:
-    """Returns why a load without ``trust_pickle`` refuses an item, and the names of classes.
+    """Returns why a load without ``trust_pickle`` refuses an item, and the names it refuses.
 
     Args:
         data: The item, as ``torch.save`` writes it.
 
     Returns:
-        The reason, empty if the item is not refused or this can't be tested; and the full names of
-        the classes and functions that are not allowed, if these are the reason.
+        The reason, which is empty if the item is not refused or this can't be tested; and the full
+        names of the classes and functions that are not allowed, if there are any.
     """
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
