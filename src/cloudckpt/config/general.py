@@ -24,9 +24,9 @@ from cloudckpt.config.options import (
 __all__ = ["MOST_ON_A_MACHINE", "BackgroundOptions", "Config", "RetryPolicy", "config_or_default"]
 
 MOST_ON_A_MACHINE = 64
-"""The most connections that the ranks of a machine open in total if ``connections`` is not set.
+"""Maximum connections that all ranks of a machine open together if ``connections`` is not set.
 
-At the 90 MB/s of a connection to S3 they fill 45 Gb/s.
+At 90 MB/s for each connection, as S3 gives, they fill 45 Gb/s.
 """
 
 _SMALL_REQUESTS = 16
@@ -42,11 +42,13 @@ class RetryPolicy(Options):
     throttles. Pauses are random and grow.
 
     Attributes:
-        deadline: Seconds after its first failure during which a request is retried; 0: never.
-        attempts: The most tries, with the first; None: as many as the deadline allows.
+        deadline: Seconds after its first failure during which a request is retried; 0 for no
+            retries.
+        attempts: Maximum number of tries, including the first; None for as many as the deadline
+            allows.
         base: The shortest pause, in seconds; at most ``cap``.
-        cap: The longest pause, in seconds, unless the store asks for a longer one. With 0,
-            ``attempts`` is needed.
+        cap: The longest pause, in seconds, unless the store asks for a longer one. If it is 0,
+            ``attempts`` must be given.
 
     ``attempts``, ``base`` and ``cap`` have no environment variables.
     """

@@ -80,9 +80,10 @@ class _Option:
         return f"{self.variable} or {self.default!r}"
 
     def type_and_words(self) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the type of the option's values, and the single values that are valid as well.
+        """Returns the type of the option's values, and single values that are valid as well.
 
-        These are words such as ``auto``, and None. If no other values are valid, the type is None.
+        Such single values are words such as ``auto``, and None. The type is None if only single
+        values are valid.
         """
         hint = _hints_of(self.owner)[self.name]
         is_single = get_origin(hint) in (None, Annotated, Literal, tuple)
@@ -155,7 +156,10 @@ def whole_number(value: object) -> int | None:
 
 
 def _as_number(kind: type, value: Any) -> Any:
-    """Converts a number that `kind` (int or float) admits to Python's; returns others unchanged."""
+    """Converts a number of numpy or torch to Python's, if `kind` (int or float) admits it.
+
+    Any other value is returned unchanged.
+    """
     if (whole := whole_number(value)) is not None:
         return whole
     is_real = kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -173,7 +177,7 @@ class Options:
         variables: The prefix of the environment variables.
 
     Raises:
-        TypeError: If there is no option of a given name.
+        TypeError: If a given name is not that of an option.
         ConfigError: If a value is invalid, or values that are valid alone can't be combined.
     """
 
@@ -206,7 +210,7 @@ def _hints_of(cls: Any) -> dict[str, Any]:
 
 
 def documented_options(cls: type[Any]) -> list[tuple[str, str, Any, str]]:
-    """Returns ``(name, environment variable, default, description)`` of each option with one."""
+    """Returns ``(name, environment variable, default, description)`` of all described options."""
     options = [field.default for field in fields(cls) if isinstance(field.default, _Option)]
     return [(each.name, each.variable, each.default, each.doc) for each in options]
 
@@ -218,10 +222,14 @@ def require(ok: bool, message: str) -> None:
 
 
 def check_endpoint(url: str | None, name: str = "endpoint_url") -> None:
-    """Checks that an endpoint is a plain URL, or None; `name` is its option, for the message.
+    """Checks that an endpoint is a plain URL, or None.
+
+    Args:
+        url: The endpoint.
+        name: The name of its option, for the message.
 
     Raises:
-        ConfigError: If it is anything else; the message shows no password or signature.
+        ConfigError: If the URL is not plain; the message shows no password or signature.
     """
     if url is None:
         return

@@ -48,9 +48,12 @@ class Finding:
         found: The result in words.
         advice: What to do about it; empty if nothing.
         seconds: The duration of the check.
-        values: The result for programs. The keys depend on the check: ``scheme``; ``source``,
-            ``identity`` and ``ends`` (seconds since 1970); ``endpoint`` and ``region``; ``seconds``
-            and ``skew_seconds``; ``checksum``; ``up`` and ``down`` (bytes per second).
+        values: The result for programs; the keys depend on the check. ``location``: ``scheme``.
+            ``credentials``: ``source``, ``identity`` and ``ends`` (seconds since 1970, or None).
+            ``endpoint``: ``endpoint`` and ``region``. ``connection``: ``seconds`` (the response
+            time) and ``skew_seconds`` (how far this machine's clock is ahead, or None).
+            ``checksums``: ``checksum``. ``speed``: ``up`` and ``down`` (bytes per second). Empty
+            for all other checks, and for a check that ended in an error.
     """
 
     check: str = ""
@@ -77,7 +80,7 @@ def failed(found: str, advice: str, values: Values | None = None) -> Finding:
 
 
 def skipped(found: str) -> Finding:
-    """Returns a finding of a check that could not be made; `found` says why."""
+    """Returns a finding for a check that could not be made; `found` says why."""
     return Finding(outcome="skipped", found=found)
 
 

@@ -46,7 +46,7 @@ NEEDS = {
         "az": f"{_BLOBS}/write and {_BLOBS}/delete",
     },
 }
-"""The permission that each check needs, by URI scheme; checks left out need that of ``write``."""
+"""The permission that each check needs, by URI scheme; other checks need that of ``write``."""
 
 
 class Trials:
@@ -59,7 +59,7 @@ class Trials:
     """
 
     def __init__(self, store: ObjectStore, uri: CheckpointURI, config: Config, size: int) -> None:
-        """Prepares the checks; `size` is the number of bytes that measure the speed."""
+        """Prepares the checks; `size` is the bytes of the object that measures the speed."""
         self._store = store
         self._uri = uri
         self._config = config
@@ -91,7 +91,7 @@ class Trials:
         return ok("an object was written")
 
     def read(self, retrier: Retrier) -> Finding:
-        """Checks that an object can be read: that of `write`, or else the first in the location."""
+        """Checks that the object of `write`, or else the first in the location, can be read."""
         store, start = self._store, _BYTES // 4
         if self._written is None:
             found = retrier.call(self._first)

@@ -215,7 +215,7 @@ class ModelCommit:
             forget_listings()
 
     def _retire_old_model(self) -> None:
-        """Carries out steps 1 and 2 at the top of this module, for the files in ``_older``."""
+        """Claims the index, and deletes the files of the old model, which are in ``_older``."""
         before = self._older.pop(INDEX, None)
         version = "" if before is None else before.version
         self._claim = put_whole(
@@ -228,7 +228,7 @@ class ModelCommit:
         self._delete(self._older.values())
 
     def _commit_with_index(self, parts: Sequence[Sequence[Part]]) -> None:
-        """Commits a model that has an index, by the four steps at the top of this module."""
+        """Commits a model that has an index, by the four steps in this module's docstring."""
         is_new = not self._older
         self._retire_old_model()
         assert self._claim is not None
@@ -284,7 +284,7 @@ class ModelCommit:
     def abandon(self) -> None:
         """Aborts the uploads, deletes completed files and the claim; errors are only logged.
 
-        The claim is the text that step 1 at the top of this module writes in place of the index.
+        The claim is the text that is stored in place of the index while the model is committed.
         """
         begun, self._begun = self._begun, []
         made = [one.info for one in begun if one.info is not None]
@@ -303,14 +303,14 @@ class ModelCommit:
             delete(self._claim)
 
     def _expect(self, key: str, expected: ObjectInfo | None) -> None:
-        """Checks that no other writer has changed an object meanwhile.
+        """Checks that no other writer has changed an object since the save began.
 
         Args:
             key: The key of the object.
             expected: The object as it has to be; None if it must not exist.
 
         Raises:
-            PreconditionFailedError: If it is different.
+            PreconditionFailedError: If the object differs from ``expected``.
         """
         current = None
         with contextlib.suppress(ObjectNotFoundError):
@@ -323,20 +323,17 @@ class ModelCommit:
             )
 
     def _delete(self, infos: Iterable[ObjectInfo]) -> None:
-        """Deletes objects by :meth:`_delete_one`; first the file that readers look for first.
-
-        That is ``model.safetensors``.
-        """
+        """Deletes objects; ``model.safetensors`` first, as readers look for that file first."""
         ordered = sorted(infos, key=lambda info: info.key != self._uri.key(SINGLE_FILE))
         delete = functools.partial(self._delete_one, retrier=self._retrier)
         self._each(ordered[:1], delete)
         self._each(ordered[1:], delete)
 
     def _delete_one(self, info: ObjectInfo, retrier: Retrier) -> None:
-        """Deletes an object; if the store honours conditions, only if it is unchanged.
+        """Deletes an object, on the condition that it is unchanged if the store honours conditions.
 
         Raises:
-            PreconditionFailedError: If it has changed.
+            PreconditionFailedError: If the object has changed.
         """
         version = info.version if self._conditional else None
         retrier.call(lambda: self._store.delete(info.key, if_version=version))
@@ -367,8 +364,9 @@ def model_location(uri: URILike) -> CheckpointURI:
 def find_older_model(view: View) -> dict[str, ObjectInfo]:
     """Lists the index and files of an existing model, or of an interrupted save, by name.
 
-    These are files with the names that transformers gives them, and those that the index names;
-    others, such as adapters, are not listed. The result is empty if there are none.
+    The files are those with names that transformers gives to the files of a model, and those that
+    the index names; other files, such as adapters, are not listed. The result is empty if there is
+    no such file.
 
     Raises:
         ConfigError: If there is no such file, and the location is the folder of a run.

@@ -64,8 +64,8 @@ class Exported:
 
     Attributes:
         files: The names of the safetensors files, without the index.
-        nbytes: The bytes of these files.
-        moved: The bytes that this process sent; the rest was copied within the store.
+        nbytes: The total size of these files in bytes.
+        moved: How many bytes this process sent; the store copied all others itself.
         left_out: The names of entries that are not tensors, or that ``key_mapping`` left out.
     """
 
@@ -105,7 +105,8 @@ def export_checkpoint(
         config: Options for both locations; None reads them from the environment.
 
     Returns:
-        The files that were written, their bytes, and the names of the entries left out.
+        The names and total size of the files, how many bytes this process sent, and the names of
+        the entries that were left out.
 
     Raises:
         InvalidURIError: If a location is not valid, or if ``target`` is the location of a single
@@ -115,6 +116,8 @@ def export_checkpoint(
         CheckpointExistsError: If ``target`` has a model, and ``overwrite`` is off.
         CheckpointCorruptError: If bytes of the checkpoint are missing or damaged.
         CheckpointReplacedError: If the checkpoint was replaced meanwhile.
+        UntrustedPickleError: If another library's metadata, or a tensor that is not stored as plain
+            elements, needs code that is not on the allow-list.
         UnsupportedTensorError: If the safetensors format can't represent a tensor.
         KeyCollisionError: If ``key_mapping`` gives two tensors the same name.
         ConfigError: If ``key_mapping`` returns anything but one name or None for a tensor, such as
@@ -170,8 +173,8 @@ class _Source:
     Attributes:
         tensors: The tensors as they will be stored in the model, with their new names.
         names: For each new name, the tensor's name in the checkpoint.
-        stored: The stored bytes of each tensor, in order, by its new name; None for a tensor whose
-            bytes have another type or order in the model's files.
+        stored: For each new name, the tensor's stored bytes in order; None if the bytes have
+            another type or order in the model's files.
         left_out: The names of the entries that are not exported.
         commit: The commit object of the checkpoint; None if it was not read.
     """
@@ -227,13 +230,13 @@ def _in_order(
 ) -> list[StoredBytes] | None:
     """Returns the stored bytes of a tensor's chunks, in the order in which a file has them.
 
-    None if the tensor was divided along another dimension than its first, or is not stored in the
-    type of the model; or if a chunk is missing, or not stored as plain elements.
+    Returns None if the tensor was divided along another dimension than its first, if it is not
+    stored in the type of the model, or if a chunk is missing or not stored as plain elements.
 
     Args:
         tensor: The tensor as it will be in the model.
-        chunks: The offsets of each chunk, and its stored tensor; None for one that is not stored as
-            plain elements.
+        chunks: For each chunk, its offsets and its stored tensor, which is None if the chunk is not
+            stored as plain elements.
     """
     rows, elements = 0, list[StoredBytes]()
     for begin, stored in sorted(chunks, key=lambda chunk: chunk[0]):
@@ -283,7 +286,7 @@ def _copied(
     config: Config,
     stats: TransferStats,
 ) -> list[list[Part]]:
-    """Has the store copy parts, sends the parts that it can't copy; returns all parts by file.
+    """Has the store copy parts, and sends the others; returns all parts of each file.
 
     Raises:
         CheckpointCorruptError: If copied or sent bytes do not match their checksum.
@@ -363,8 +366,9 @@ class Range:
 def cut(
     header: bytes, stored: Iterable[StoredBytes], *, least: int, most: int
 ) -> Iterator[Range | list[bytes | Range]]:
-    """Yields the parts of a file, in order: a range that the store copies, or a list to be sent.
+    """Yields the parts of a file in order.
 
+    A part that the store copies is yielded as a range, a part to be sent as a list of its contents.
     Each part has at least ``least`` bytes, except the last. Ranges are cut at blocks that have a
     checksum, if there are any, so that the checksum that the store reports for a copy can be
     compared.
@@ -401,7 +405,7 @@ def cut(
 def _checksum_of(planned: Range, store: ObjectStore) -> int | None:
     """Returns a range's checksum by the store's algorithm.
 
-    None if its blocks have no checksums, or have them by another algorithm.
+    Returns None if the range's blocks have no checksums, or checksums of another algorithm.
     """
     blocks, algorithm = planned.source.blocks, store.capabilities.checksum
     if blocks is None or blocks.algorithm.name != algorithm.name:

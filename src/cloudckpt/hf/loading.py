@@ -85,7 +85,7 @@ def load(
         config: Options; None reads them from the environment.
 
     Returns:
-        The names that were loaded, missing, unexpected, or converted.
+        A report with the names that were loaded, missing, unexpected, or converted.
 
     Raises:
         InvalidURIError: If ``uri`` is not a valid location.
@@ -98,7 +98,7 @@ def load(
         UnsupportedTensorError: If cloudckpt does not know a tensor's element type, or a tensor of
             the state dict can't be filled.
         CheckpointCorruptError: If files are missing, truncated, or violate the format.
-        CheckpointReplacedError: If the model was replaced meanwhile, again and again.
+        CheckpointReplacedError: If the model was replaced during each of several tries to load it.
         StoreError: If the store refuses or stays unreachable.
         RanksFailedError: If ranks failed for different reasons, or outside of cloudckpt.
         ProcessGroupError: If a rank died or the ranks lost each other.
@@ -162,10 +162,10 @@ class ModelFolder:
     def find(cls, store: ObjectStore, uri: CheckpointURI, config: Config) -> ModelFolder | None:
         """Reads the description of the model at a location; returns None if there is no model.
 
-        In a folder it takes, like transformers, ``model.safetensors`` if that exists, else the
-        files that the index names. Without either, or if the index has been replaced by the text
-        that says that a model is being written, there is no model, whatever files there are: they
-        may be those of an interrupted save.
+        In a folder, the model is ``model.safetensors`` if that exists, else the files that the
+        index names, as in transformers. Without either, there is no model, whatever other files
+        there are: they may be those of an interrupted save. The same applies if a claim is stored
+        in place of the index, a text that says that a model is being written.
 
         Args:
             store: The store of ``uri``.

@@ -88,7 +88,7 @@ class Chunk:
 
     Attributes:
         rank: The rank.
-        item: The index of its item in the rank's plan.
+        item: The index of the chunk's item in the rank's plan.
         box: The region of the tensor: start and length for each dimension.
         dtype: The element type in the file.
     """
@@ -130,9 +130,13 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file of the model: its name, the bytes of its header, its tensors in order, and its size.
+    """A file of the model.
 
-    ``size`` is in bytes, with the header. The header is the part of the file before the tensors.
+    Attributes:
+        name: The name of the file.
+        header: The bytes of the file before the tensors.
+        tensors: The tensors in the order of the file.
+        size: The size of the file in bytes, with the header.
     """
 
     name: str
@@ -362,7 +366,7 @@ def index_bytes(files: Sequence[FilePlan], save_id: str) -> bytes:
 def claim_bytes(save_id: str) -> bytes:
     """Returns the bytes that are stored in place of the index while a model is being written.
 
-    No reader accepts it as an index. ``save_id`` is as in :func:`index_bytes`.
+    No reader accepts these bytes as an index. ``save_id`` is as in :func:`index_bytes`.
     """
     return _CLAIM + save_id.encode() + b"\n"
 
@@ -376,7 +380,7 @@ def parse_index(data: bytes | bytearray, uri: str) -> dict[str, str]:
     """Parses the index of a model; returns the name of each tensor's file, by the tensor's name.
 
     Raises:
-        CheckpointCorruptError: If it is not an index, or names a file outside of its folder.
+        CheckpointCorruptError: If ``data`` is no index, or names a file outside of its folder.
     """
     try:
         files = _document(bytes(data)).get("weight_map")

@@ -324,7 +324,7 @@ def _ties(plan: SavePlan, planner: SavePlanner | None) -> dict[str, str]:
 def _memory(tensor: torch.Tensor) -> Any:
     """Returns a key that is equal for two tensors only if they are the same elements in memory.
 
-    None if that is not known, as for a tensor of an unusual class or layout.
+    Returns None if the tensor's memory is unknown, as for an unusual class or layout.
     """
     usual = type(tensor) in PLAIN and tensor.layout == torch.strided
     if not usual or (of := memory_of(tensor)) is None:
@@ -334,10 +334,10 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def _ties_of_all_ranks(ties: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns, for each name that is not written, the name under which its tensor is written.
+    """Maps the name of each tied tensor that is not written to the name under which it is written.
 
-    A name is left out of the files only if all ranks that have elements of the tensor report that
-    it shares memory with the same other name.
+    A name is in the result only if all ranks that have elements of the tensor report that it shares
+    memory with the tensor of the same other name.
     """
     of: dict[str, set[str]] = {}
     for ties_of_rank in ties:

@@ -45,10 +45,10 @@ class Extent:
     Attributes:
         file: The index of the file.
         sender: The rank that sends it.
-        first: The number of the first part, unless the extent continues one; in a local file, whose
-            parts are numbered by their positions, the part's offset in the file plus 1.
+        first: The number of the extent's first part (in a local file, its offset plus 1); unused if
+            the extent continues a part of the extent before it.
         part_size: Bytes of every part but the last.
-        content: What the bytes consist of: the header of the file, and tensors or parts of tensors.
+        content: The contents in order: the header of the file, and tensors or parts of tensors.
         ends: Whether the extent's end is also the end of its last part; otherwise the next extent
             continues that part.
     """
@@ -68,10 +68,11 @@ class Extent:
 
 
 class Round(NamedTuple):
-    """A rank's part in a round: the extent that it sends, and the chunks that it gives to others.
+    """The work of a rank in one round of all ranks.
 
-    ``extent`` is None if the rank sends none in this round. ``gives`` has each chunk with the
-    number of the rank that gets it.
+    Attributes:
+        extent: The extent that the rank sends in this round; None if it sends none.
+        gives: Pairs of another rank and a chunk that this rank hands to that rank.
     """
 
     extent: Extent | None
@@ -79,7 +80,12 @@ class Round(NamedTuple):
 
 
 class RankWork(NamedTuple):
-    """The extents that a rank sends: in rounds with the other ranks, and afterwards by itself."""
+    """The work of a rank.
+
+    Attributes:
+        rounds: Its work in each round, in which all ranks take part.
+        extents: The extents that the rank sends by itself after the rounds.
+    """
 
     rounds: list[Round]
     extents: list[Extent]
@@ -153,8 +159,8 @@ def plan_work(
 def _sender(content: Sequence[bytes | TensorPlan], load: Sequence[int]) -> int:
     """Returns the rank that is to send an extent.
 
-    Of the ranks that have a chunk at least half as large as the largest, it is the one with the
-    fewest bytes to send so far (in ``load``); if the extent has no chunk, it is one of all ranks.
+    Of the ranks that have a chunk at least half as large as the largest chunk, it is the rank with
+    the fewest bytes to send so far (``load``). For an extent without chunks, all ranks qualify.
     """
     chunks = _chunks(content)
     half = max((chunk.nbytes for chunk in chunks), default=0) / 2
@@ -163,9 +169,9 @@ def _sender(content: Sequence[bytes | TensorPlan], load: Sequence[int]) -> int:
 
 
 def _cut(file: FilePlan, least: int) -> Iterator[list[bytes | TensorPlan]]:
-    """Yields the contents of a file's extents, each but the last of at least ``least`` bytes.
+    """Yields the contents of a file's extents; the file is cut at the borders of shards.
 
-    The file is cut at the borders of shards.
+    Each extent has at least ``least`` bytes, except the last.
     """
     content: list[bytes | TensorPlan] = [file.header]
     nbytes = len(file.header)
@@ -252,9 +258,13 @@ class FileUpload(NamedUpload):
         self._put_part(part)
 
     def copy(self, source: CopySource, number: int, start: int, stop: int) -> Part:
-        """Has the store copy the bytes of an object from ``start`` to before ``stop`` as a part.
+        """Has the store copy bytes of another object as a part; returns the part.
 
-        ``number`` is the part's number. Returns the part.
+        Args:
+            source: The object to copy from.
+            number: The number of the part.
+            start: The first byte to copy.
+            stop: The end of the bytes to copy; this byte is not copied.
         """
         upload = self._upload
         assert upload is not None
@@ -423,7 +433,7 @@ class _Rounds:
         }
 
     def report_failure(self) -> None:
-        """Tells the other ranks that this rank has failed, if they would wait for it."""
+        """Tells the other ranks that this rank has failed, if a later round would wait for it."""
         if self._left:
             self._are_ready(False)
 
