@@ -45,8 +45,8 @@ class PerRank(Generic[T]):
         value: The value of this rank. After a load, the value that this rank has saved. If only
             other ranks have saved one, ``value`` stays unchanged, and the load logs a warning.
         is_loaded: Whether the last load has set ``value`` to what this rank had saved.
-        all: After a load, the saved values by the rank that saved them: of all ranks if the ranks
-            that saved are not exactly those that load; otherwise only this rank's.
+        all: After a load, a dict of saved values by the rank that saved them. It has only this
+            rank's value if the same ranks saved and load; otherwise the values of all that saved.
     """
 
     def __init__(self, value: T) -> None:
@@ -113,7 +113,7 @@ class Content:
         Raises:
             UnsupportedValueError: If a container contains itself or is nested too deeply, or if a
                 tuple, which is saved as one value, holds a ``Stateful`` or a ``PerRank``.
-            Exception: An error of a ``state_dict()``, with a note that has its name.
+            Exception: An error of a ``state_dict()``, with a note that names the entry.
         """
         self.notes: list[str] = []
         self.left_alone: dict[str, str] = {}
@@ -129,7 +129,7 @@ class Content:
         }
 
     def _saved(self, value: Any, path: Path) -> Any:
-        """Returns the value to save for ``value``: the same, unless it or an entry is replaced."""
+        """Returns ``value`` with each ``Stateful`` and ``PerRank`` replaced, see :attr:`state`."""
         if type(value) in _LEAVES:
             return value
         if isinstance(value, PerRank):
@@ -190,8 +190,8 @@ class Content:
             The original state dict.
 
         Raises:
-            MissingKeyError: If a dict or list was loaded as one value, which lacks one of its
-                entries.
+            MissingKeyError: If a dict or list was saved as one value, and an entry of the state
+                dict is not in it.
             Exception: An error of a ``load_state_dict()``, see :func:`_fill`.
         """
         return self._put(self._given, loaded, ())
@@ -278,18 +278,18 @@ class Content:
 
 
 class _Own:
-    """A ``PerRank`` of the state dict, with its path and the dict that replaces it."""
+    """A ``PerRank`` value, its path in the state dict, and the dict that is saved in its place."""
 
     def __init__(self, path: Path, value: PerRank[Any], inner: dict[str, Any]) -> None:
         self.path, self.value, self.inner = path, value, inner
         [(self.name, self.state)] = inner.items()
 
     def takes(self, names: Mapping[str, Path], metadata: Metadata) -> bool:
-        """Whether the saved values can be loaded into this value, instead of replacing it.
+        """Whether to load the saved values into this rank's value, instead of replacing it.
 
-        They can if this value has tensors; or if it has the same names as the saved values, and
-        these have no tensors. Keys and containers, such as a ``defaultdict``, then keep their
-        classes.
+        True if this rank's value has tensors; or if neither it nor the saved values have any, and
+        the names of both are the same. Keys and containers of this rank's value, such as a
+        ``defaultdict``, then keep their classes.
         """
         flat = flatten_state_dict({".".join(map(str, self.path)): {self.name: self.state}})[0]
         if any(isinstance(value, torch.Tensor) for value in flat.values()):
@@ -310,8 +310,8 @@ def _by_rank(
         structure: The keys and empty dicts that the metadata omits.
 
     Returns:
-        By the path of a ``PerRank`` and by rank: the names that the rank has saved, with the path
-        of each.
+        For each path of a ``PerRank``, a dict that has, for each rank that saved a value there, a
+        dict of the names of the saved values with their paths.
     """
     stored: dict[Path, dict[int, dict[str, Path]]] = {}
     paths = metadata.planner_data or {}
@@ -329,9 +329,9 @@ def _by_rank(
 def _placeholder(
     path: Path, names: Mapping[str, Path], metadata: Metadata, structure: Structure, uri: str
 ) -> Any:
-    """Returns a value to load a saved ``per_rank`` value into, nested like it, with new tensors.
+    """Returns a new value into which a saved ``per_rank`` value can be loaded.
 
-    The tensors are in host memory.
+    It is nested like the saved value, and its tensors are uninitialized, in host memory.
 
     Raises:
         CheckpointCorruptError: If the paths contradict each other.
@@ -356,12 +356,11 @@ def _fill(value: Any, state: Any, name: str) -> None:
     """Calls the ``load_state_dict`` of a ``Stateful`` with the state that was loaded for it.
 
     Raises:
-        ShapeMismatchError: If an optimizer raises a ValueError, as its parameter groups are not
-            those that were saved.
-        CheckpointError: If the method finds that another checkpoint is damaged or missing: raised
-            unchanged, that error would seem to be about the checkpoint that is loaded, and a
-            manager would restore an older step.
-        Exception: Any other error of the method, with a note that has the name.
+        ShapeMismatchError: If the ``Stateful`` is an optimizer and raises a ValueError: its
+            parameter groups are not those that were saved.
+        CheckpointError: If the method raises a CheckpointCorruptError or CheckpointNotFoundError.
+            Unchanged, these would seem to be about the checkpoint that is being loaded.
+        Exception: Any other error of the method, with a note that names the entry.
     """
     try:
         value.load_state_dict(state)

@@ -3,11 +3,11 @@
 Without this check, all but one of these values would be lost silently: the states of the ranks'
 random generators, for example, or different experts that each rank counts from 0.
 
-Each rank reports one number of 64 bits for all items that other ranks have as well, whether it
-writes them or not. For each set of ranks that share items, each rank of the set is given a random
-weight; the weights of a set add up to zero. The number is the sum, over the sets of the rank, of
-its weight times its digest of the set's items, modulo 2**64. If all copies are the same, the
-numbers of all ranks add up to zero. Only if they do not, each rank reports a digest of each copy.
+Items that several ranks have are compared by one 64-bit number from each rank. For each set of
+ranks that share items, each rank of the set gets a random weight, and the weights of the set add up
+to 0. A rank computes one digest of the items of each of its sets, multiplies it by its weight in
+the set, and reports the sum of these products, modulo 2**64. If all copies are the same, the
+numbers of all ranks add up to 0. Otherwise each rank reports a digest of each copy.
 
 If the planner is custom, or torch's own save calls the writer, there are no such weights: each rank
 then reports a digest of each of its items, together with what it has written.
@@ -54,8 +54,8 @@ _logged: set[str] = set()  # the keys that this process has logged already
 
 
 Shared = list[tuple[int, list[int]]]
-"""The items that a rank shares with others, with an entry for each set of ranks that share items:
-the weight of this rank in the set, and the numbers of the shared items in its own plan.
+"""The items that a rank shares with others: for each set of ranks that share items, the rank's
+random weight in the set, and the numbers of the shared items in the rank's own plan.
 """
 
 
@@ -65,9 +65,9 @@ def shared_of_ranks(
     """Returns, for each rank, the items that it shares with other ranks, with random weights.
 
     Args:
-        groups: For each part of a name that several ranks have, the numbers of its copies among the
-            items of all ranks.
-        ranks: For each of these groups, the ranks of the copies, in the same order.
+        groups: For each item that several ranks have, the numbers of its copies among the items of
+            all ranks.
+        ranks: For each entry of ``groups``, the ranks that have the copies, in the same order.
         starts: By rank, the number of its first item; the last entry is the number of all items.
     """
     by_set: dict[tuple[int, ...], list[Sequence[int]]] = {}
@@ -83,9 +83,10 @@ def shared_of_ranks(
 
 
 def are_alike(numbers: Iterable[int]) -> bool:
-    """Whether all ranks have the same copies, given the :meth:`Copies.weighed` of each.
+    """Whether all ranks have the same copies: their numbers add up to 0, modulo 2**64.
 
-    These numbers then add up to 0, modulo 2**64.
+    Args:
+        numbers: The result of :meth:`Copies.weighed` of each rank.
     """
     return not sum(numbers) & _ALL
 
@@ -116,7 +117,7 @@ class Described(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """The items of a plan that other ranks have, too; each save by it compares their values.
+    """The items of this rank's plan that other ranks have as well, whose values a save compares.
 
     Attributes:
         sets: For each set of ranks that share items, this rank's random weight in it (see
@@ -136,7 +137,12 @@ class Copies(NamedTuple):
         return total & _ALL
 
     def described(self, planner: DefaultSavePlanner, plan: SavePlan) -> list[Described]:
-        """Returns the digest of each copy; ``plan`` has the items that this rank writes."""
+        """Returns the digest of this rank's copy of each shared item.
+
+        Args:
+            planner: Provides the values.
+            plan: The plan with the items that this rank writes.
+        """
         items = [item for _, of_set in self.sets for item in of_set]
         return Digests(items, planner, planner.state_dict, self.samples).of_all(plan)
 
@@ -167,7 +173,7 @@ class Digests:
 
         Args:
             item: The item; nothing is done for an item that is not in :attr:`items`.
-            data: The data that the planner has returned for it.
+            data: The data that the planner has returned for the item.
         """
         if self._left.pop(item.index, None) is not None:
             self._add(item, _value(item, self.planner, lambda: data))
@@ -199,13 +205,13 @@ class Digests:
 def _value(item: WriteItem, planner: SavePlanner, data: Callable[[], Any] | None = None) -> Any:
     """Returns this rank's copy of an item, or None if the planner fails to return it.
 
-    The error is not raised here: the rank that saves the item has it, too.
+    The planner's error is not raised: it also occurs on the rank that saves the item.
 
     Args:
         item: The item.
         planner: The planner.
-        data: Returns what the planner has already returned for the item; None: the planner is
-            asked.
+        data: Returns the data that the planner has already returned for the item; None to ask the
+            planner.
     """
     with contextlib.suppress(Exception):
         if _saves_unchanged(planner):
@@ -244,9 +250,9 @@ def refuse_or_tell(by_rank: Sequence[Sequence[Described]], uri: str, *, refuses:
     Args:
         by_rank: The digests of each rank's copies.
         uri: The checkpoint.
-        refuses: Whether a difference is an error; otherwise it is logged, once for each name.
-            DTensors on meshes without a common rank are parts of different models, which is always
-            an error.
+        refuses: Whether each difference is an error. If False, differences are logged, once for
+            each name; only those between DTensors on meshes without a common rank are errors, as
+            these tensors are parts of different models.
 
     Raises:
         KeyCollisionError: If ranks have different values under one name, and this is an error.
@@ -295,7 +301,7 @@ def _shown(ranks: Sequence[int]) -> str:
 
 
 def first_few(texts: Iterable[str], separator: str, most: int = _RANKED) -> str:
-    """Joins up to ``most`` texts, and says how many more there are."""
+    """Returns the first ``most`` texts joined by ``separator``, and the number of further texts."""
     shown = list(texts)
     if len(shown) > most:
         shown[most:] = [f"and {len(shown) - most} more"]

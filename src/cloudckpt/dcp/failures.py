@@ -40,10 +40,10 @@ E = TypeVar("E", bound="BaseException | None")
 
 
 def portable(error: E, uri: str | None) -> E | CheckpointError:
-    """Returns the error itself if it is None or can be pickled, else a CheckpointError for it.
+    """Returns ``error`` if it is None or can be pickled, else a CheckpointError caused by it.
 
-    torch gathers the failures of all ranks by pickle. An unpicklable one would be raised on its own
-    rank only and leave the other ranks waiting.
+    torch sends the failures of ranks to other ranks by pickle. A failure that can't be pickled
+    would be raised on its own rank only, and leave the other ranks waiting.
     """
     if error is None or _survives_pickling(error):
         return error
@@ -108,14 +108,15 @@ class _TracebackError(Exception):
 def release_frames(error: BaseException, *, apart_from: BaseException | None = None) -> None:
     """Removes the tracebacks and causes of an error, but keeps its root cause as text.
 
-    The root cause is the earliest error from outside cloudckpt; it is not kept for a
-    ``StoreError``, whose message has its text already. With tracebacks, a kept error would keep the
-    staged copy in memory. ``traceback.clear_frames`` is not enough: it leaves what closures hold,
-    and the calling frames. The whole chain is logged at level DEBUG.
+    An error with tracebacks would keep the staged copy in memory. The root cause, the earliest
+    error from outside cloudckpt, stays as the text of ``__cause__``, except for a ``StoreError``,
+    whose message has this text already. The whole chain is first logged at level DEBUG.
 
     Args:
-        error: The error; its causes, and errors that torch has gathered in it, are included.
-        apart_from: An error of the chain at which to stop: it and its causes belong to other code.
+        error: The error; its causes, and errors of ranks that torch has gathered in it, are also
+            changed.
+        apart_from: An error in the chain that is left unchanged, with its causes, as other code
+            uses it.
     """
     logger.debug("%s", "".join(traceback.format_exception(error)))
     pending: list[tuple[BaseException | None, traceback.StackSummary | None]] = [(error, None)]
@@ -169,8 +170,9 @@ def one_error(
         uri: The checkpoint; None if unknown.
 
     Returns:
-        This rank's own error, if that is an interrupt. Else the error of the first of these ranks,
-        if all of them have the same class of cloudckpt's errors. Else a RanksFailedError.
+        - This rank's own error, if this rank was interrupted.
+        - Else, if all errors have the same class, one of cloudckpt's, that of the lowest rank.
+        - Else a RanksFailedError, whose message lists the errors.
     """
     own = failures.get(rank)
     if own is not None and not isinstance(own, Exception):

@@ -41,14 +41,15 @@ def plan_together(
 
     Args:
         records: By rank, the record of its plan.
-        to_lowest_rank: Whether the lowest rank writes an item that several have, not the rank with
-            the least to write.
+        to_lowest_rank: Whether an item that several ranks have is written by the lowest of them; if
+            False, by the one that has the least to write.
         compares: Whether the ranks compare the items that several of them have.
         uri: The checkpoint, for messages.
 
     Returns:
-        The plan of all ranks; by rank, the numbers of the items of its plan that it writes; and by
-        rank, the items to compare with those of others, none without ``compares``.
+        A tuple: the plan of all ranks; a list that has, for each rank, the numbers of the items of
+        its plan that it writes; and a list of the items that each rank compares with other ranks,
+        with empty entries if ``compares`` is False.
 
     Raises:
         KeyCollisionError: If ranks have different types, shapes or paths under one name.
@@ -95,8 +96,9 @@ class _Items:
 
     Attributes:
         starts: By rank, the number of its first item; the last entry is the number of all items.
-        groups: Groups of items that are the same part of the same name; set by :meth:`kept`.
-        ranks_of_groups: The ranks that have the items of each group.
+        groups: The duplicates, set by :meth:`kept`: for each item that several ranks have, the
+            numbers of its copies.
+        ranks_of_groups: For each entry of ``groups``, the ranks that have the copies.
     """
 
     def __init__(self, records: Sequence[Record], uri: str) -> None:
@@ -170,12 +172,12 @@ class _Items:
         )
 
     def kept(self, to_lowest_rank: bool) -> torch.Tensor:
-        """Returns the items to write, by number: one of each group of duplicates, and all others.
+        """Returns the numbers of the items to write: one copy of each duplicate, and all others.
 
-        With ``to_lowest_rank``, a duplicate is written by the lowest rank that has it. Otherwise
-        each is assigned, in the order in which torch meets them, to the one of its ranks that has
-        the least to write so far: the items that it alone has, as far as torch has visited them by
-        then, and the duplicates assigned to it.
+        With ``to_lowest_rank``, the lowest rank that has a duplicate writes it. Otherwise, as in
+        torch, duplicates are assigned one after another, each to the rank that has the least to
+        write so far. Counted are the duplicates assigned to the rank, and those of its other items
+        that torch has visited by then.
 
         Raises:
             IncompleteSaveError: If a rank has the same item twice.
@@ -369,7 +371,7 @@ def _validate(table: Table, ranks: int, uri: str) -> None:
     """Checks that the chunks of each tensor fill it and don't overlap.
 
     Raises:
-        IncompleteSaveError: If torch's planner would refuse them, too.
+        IncompleteSaveError: If torch's planner would refuse the chunks of a tensor.
     """
     names = list(table.names)
     for number in sorted(itertools.chain.from_iterable(_doubtful(table, ranks))):
@@ -386,10 +388,10 @@ def _validate(table: Table, ranks: int, uri: str) -> None:
 
 
 def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:
-    """Yields the numbers of the names of tensors that torch's check may refuse.
+    """Yields lists of the numbers of tensors that torch's check may refuse.
 
-    Their chunks may overlap or, with several ranks, have gaps. There is one list for each number of
-    dimensions.
+    The chunks of such a tensor may overlap or, with several ranks, have gaps. There is one list for
+    all tensors with the same number of dimensions.
     """
     elements = column_of([math.prod(form.shape or ()) for form in table.forms])
     for dims, chunks in table.chunks.items():
@@ -407,10 +409,10 @@ def _doubtful(table: Table, ranks: int) -> Iterator[list[int]]:
 
 
 def _not_apart(names: torch.Tensor, chunks: Chunks) -> torch.Tensor:
-    """Returns the numbers of the chunks that may overlap others of their tensor.
+    """Returns the numbers of the chunks that may overlap other chunks of the same tensor.
 
-    Chunks are separated dimension by dimension: those whose ranges have nothing in common can't
-    overlap. Grids of any number of dimensions separate completely.
+    Chunks that lie apart in some dimension can't overlap. For chunks in a regular grid, the result
+    is empty.
 
     Args:
         names: The number of each chunk's tensor.

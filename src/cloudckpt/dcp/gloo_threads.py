@@ -25,9 +25,9 @@ _LONGEST = 10.0
 
 
 def let_finish() -> None:
-    """Waits up to 10 s until all threads of gloo are idle, or wait for other ranks.
+    """Waits up to 10 s until all of gloo's threads are idle or wait for other ranks.
 
-    A thread counts as idle if it sleeps and has not run for a moment in which the GIL was free.
+    A thread counts as idle if it sleeps, and did not run while the GIL was free for a moment.
     """
     until = time.monotonic() + _LONGEST
     before: list[tuple[str, ...]] = []

@@ -88,17 +88,17 @@ def agree_on_base(meeting: Meeting, writer: CloudStorageWriter, *, is_planned: b
 def _hold(writer: CloudStorageWriter, last: CheckpointURI | None) -> Hold | None:
     """Chooses the base of a save, and protects it from deletion until the commit.
 
-    Called on the rank that commits. The base is the one that the writer was given, and no other.
-    If it was given none, the base is ``last`` or, if that can't be held, the newest earlier step
-    beside the checkpoint.
+    Called on the rank that commits. If the user gave the writer a base, no other step is tried.
+    Otherwise the base is ``last`` or, if that can't be protected, the newest earlier step in the
+    same folder.
 
     Args:
         writer: The writer.
         last: The last step that this process has saved in the same folder; None if none is known.
 
     Returns:
-        The hold, which protects the base; None if there is no such checkpoint, or none that can be
-        held: the save then sends everything.
+        The hold, which protects the base; None if no step exists that can be protected: the save
+        then sends everything.
 
     Raises:
         ConfigError: If the given base is not in the same folder as the checkpoint.
@@ -144,7 +144,7 @@ def _tell_no_base(uri: CheckpointURI, base: CheckpointURI | None, why: object) -
 
 
 _Steps = tuple[GroupRef, CheckpointURI, tuple[str, ...]]
-"""Identifies steps of one run: the group that saves them, their parent folder, and their names
+"""Identifies a sequence of steps: the group that saves them, their parent folder, and their names
 without the numbers.
 """
 
@@ -153,7 +153,7 @@ _lock = module_lock()
 
 
 def remember(members: dist.ProcessGroup | None, writer: CloudStorageWriter, attempt: str) -> None:
-    """Keeps in memory where this rank's items are in a checkpoint, for the next save beside it.
+    """Keeps the locations of this rank's items in memory, for the next save in the same folder.
 
     Args:
         members: The group that saved the checkpoint; None if this process saved it alone.
@@ -174,9 +174,9 @@ def remember(members: dist.ProcessGroup | None, writer: CloudStorageWriter, atte
 def _remembered(
     members: dist.ProcessGroup | None, uri: CheckpointURI
 ) -> tuple[CheckpointURI, Base] | None:
-    """Returns the last step that these ranks saved beside ``uri``, and this rank's items in it.
+    """Returns the last step that these ranks saved in the folder of ``uri``, and its items.
 
-    None if this process remembers none.
+    These are the items that this rank wrote. Returns None if this process remembers no such step.
     """
     with _lock:
         return _bases.get(_steps(members, uri))
@@ -191,8 +191,8 @@ def newest_beside(
 ) -> CheckpointURI | None:
     """Returns the newest committed step in the parent folder of ``uri``, by the steps' numbers.
 
-    It is the base of an incremental save. Returns None if there is no such step. A step whose
-    notes are damaged is left out, with a warning.
+    An incremental save uses this step as its base. Returns None if there is no such step. A step
+    whose notes are damaged is left out, with a warning.
 
     A folder counts as a step if its name differs from the folder name of ``uri`` in the numbers
     only; if ``uri`` has no number there, any folder with a number in its name counts. A folder such

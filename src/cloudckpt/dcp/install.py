@@ -43,17 +43,18 @@ _chosen: tuple[Config | None, bool] = (None, False)
 
 
 def chosen_config() -> Config | None:
-    """Returns the options of the last :func:`install`; None if it had none, or was reverted."""
+    """Returns the ``config`` of the last :func:`install`; None if not installed or not given."""
     return _chosen[0]
 
 
 def install(config: Config | None = None, trust_pickle: bool = False) -> None:
     """Replaces functions of torch in this process; implements :func:`cloudckpt.install`.
 
-    If they are replaced already, only the options change.
+    If the functions are replaced already, only the options change.
 
     Raises:
-        InstallError: If this torch does not have them in a form that is known; nothing is replaced.
+        InstallError: If this version of torch lacks one of the functions, or has it with other
+            parameters; nothing is replaced then.
         ConfigError: If ``config`` is not a Config.
     """
     global _chosen
@@ -124,11 +125,11 @@ def _in_store(location: object) -> str | None:
 
 
 def _options(ours: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments for one of our classes.
+    """Returns the keyword arguments for cloudckpt's writer or reader class.
 
     Args:
-        ours: The writer or reader class.
-        given: The arguments that torch's class was given; of these, ``overwrite`` is kept.
+        ours: cloudckpt's class.
+        given: The arguments for torch's class, by name; only ``overwrite`` is used.
     """
     config, trust_pickle = _chosen
     if "overwrite" in given:
@@ -150,12 +151,11 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _becoming(theirs: Any, ours: type[Any]) -> Callable[..., None]:
-    """Returns a constructor for torch's class that makes an object of ours for a path in a store.
+    """Returns a new ``__init__`` for torch's class: a path in a store makes an object of ``ours``.
 
-    The class itself is changed, as frameworks have already imported it by name. An object of a
-    derived class keeps its class, since only that knows what it adds: its own constructor goes on
-    if the class accepts the URI, and otherwise the call raises an InstallError. An argument of
-    torch's class that has no meaning in a store raises a ConfigError.
+    An object of a derived class keeps its class: torch's own ``__init__`` is called if the class
+    accepts the URI; otherwise an InstallError is raised. Arguments of torch's class that have no
+    meaning in a store raise a ConfigError if they are set.
     """
     original = theirs.__init__
     signature = inspect.signature(original)

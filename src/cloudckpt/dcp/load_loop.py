@@ -205,7 +205,7 @@ class _Load:
         return report
 
     def _ready(self, until_the_end: contextlib.ExitStack) -> SharedReads | None:
-        """Plans the load, and waits until all ranks are ready; raises if one is not.
+        """Plans the load, and waits until all ranks are ready; raises an error if one can't load.
 
         Args:
             until_the_end: Takes the resources that are released when the load has ended.
@@ -304,8 +304,8 @@ class _Load:
             This rank's report of the reads that it can share; None if no reads are shared.
 
         Raises:
-            MissingKeyError: If an earlier try has begun to fill an entry that this one does not
-                fill, as another save has replaced the checkpoint.
+            MissingKeyError: If the checkpoint was replaced during an earlier try, and that try may
+                have changed an entry that the new checkpoint does not fill.
         """
         self._plan = self._planner.finish_plan(plan)
         names = {item.dest_index.fqn for item in self._plan.items}

@@ -197,12 +197,11 @@ class CloudLoadPlanner(DefaultLoadPlanner):
     def put(self, read_item: ReadItem, value: Any) -> None:
         """Stores a loaded value in the state dict.
 
-        If the checkpoint lacks the keys of a container of the state dict, but has a value under the
-        name of the container, that value is read instead, and stored only if it is a container.
+        A value that was read in place of the entries of a dict or list is stored only if it is a
+        container itself; otherwise these entries are missing.
 
         Raises:
-            MissingKeyError: If keys are missing, since the value is no container, and not
-                ``partial``.
+            MissingKeyError: If entries are missing, and ``partial`` is False.
         """
         missing = self._whole.get(read_item.dest_index.fqn)
         if not missing or isinstance(value, (Mapping, list, tuple)):
@@ -222,9 +221,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self.state_dict[name] = container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
-        """Returns the names of dicts that are empty in the state dict only, each with a reason.
+        """Returns why empty dicts of the state dict are not loaded, by name.
 
-        In the checkpoint such a name has entries beneath it, or is that of a tensor.
+        In the checkpoint, such a dict has entries, or a tensor has its name.
         """
         names = {".".join(map(str, path)) for path in self._flat.empty}
         counts: Counter[str] = Counter()
@@ -251,8 +250,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
     def _take_whole(self, table: Table) -> None:
         """Plans to load dicts and lists as single values if they were saved without flattening.
 
-        A dict that is empty in the state dict is not loaded if an empty dict was saved, even if
-        another rank has saved a value under its name.
+        An empty dict of the state dict is left out if some rank saved an empty dict under its name.
         """
         assert self.metadata is not None
         paths = self.metadata.planner_data
@@ -303,7 +301,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
             del self.state_dict[name]
 
     def _take_tied(self, table: Table) -> None:
-        """Records missing tensors that have the memory of a loaded one as :attr:`converted`."""
+        """Adds missing tensors that share the memory of a loaded tensor to :attr:`converted`."""
         missing = [name for name in self.state_dict if name not in table.names]
         if not missing:
             return
@@ -317,7 +315,7 @@ class CloudLoadPlanner(DefaultLoadPlanner):
                 self.converted[name] = f"loaded with {loaded[memory]}, as they are tied"
 
     def _find_overwritten(self, given: Mapping[str, Any], kept: set[str]) -> None:
-        """Notes in :attr:`left_alone` which tensors share memory with tensors that are loaded.
+        """Adds a remark to tensors in :attr:`left_alone` that share memory with loaded tensors.
 
         Args:
             given: The state dict, by flat names.
@@ -393,15 +391,15 @@ def parts_of(value: Any) -> list[torch.Tensor]:
 
 
 def _memory_of(value: Any) -> tuple[Any, ...] | None:
-    """Returns a value that is equal for tied tensors only; None for a value without memory."""
+    """Returns a key that only tied tensors have in common; None for a value without memory."""
     memory = [(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in parts_of(value)]
     return (type(value) is DTensor, *memory) if memory else None
 
 
 def _ready_to_load(value: Any, path: tuple[Any, ...], allocates: bool) -> Any:
-    """Returns a state dict in which meta tensors have memory, and lists are copies, as in torch.
+    """Returns the state dict with memory for its meta tensors, and with copies of its lists.
 
-    Dicts are changed in place. All other values are kept, even if no loaded value replaces them.
+    torch's loader does the same. Dicts are changed in place.
 
     Args:
         value: The state dict, or a value in it.
@@ -598,7 +596,7 @@ def _reads(
         sizes: The size of each saved chunk, a row per chunk.
 
     Returns:
-        The reads, and whether they read exactly one whole saved chunk, or nothing.
+        The reads; and True if there are none, or one that reads a whole saved chunk.
     """
     is_as_saved = True
     rows: Sequence[int] = range(len(offsets))

@@ -180,7 +180,10 @@ class _GroupRing(Ring):
     def _exchange_through_device(
         self, out: torch.Tensor | None, into: torch.Tensor | None
     ) -> tuple[RuntimeError | None, RuntimeError | None]:
-        """Does :meth:`exchange` through the accelerator, as the backend can't send host memory."""
+        """Does the same as :meth:`exchange`, with copies on the accelerator.
+
+        It is used if the group's backend, such as NCCL, can't send host memory.
+        """
         ops = []
         landing = None if into is None else torch.empty_like(into, device=self._device)
         if landing is not None:
@@ -279,9 +282,9 @@ class Load:
         self._shared = SharedMemory([(one.owner, one.memory) for one in self._deliveries])
 
     def segments(self) -> list[Segment]:
-        """Returns the reads that ranks may fetch for each other.
+        """Returns the reads that ranks may fetch for each other: those of the first round.
 
-        These are the reads of the first round, see :attr:`SharedMemory.rounds`.
+        See :attr:`SharedMemory.rounds`.
         """
         return segments_for(self._wanted(0), self.config)
 
@@ -327,10 +330,10 @@ class Load:
         return [want for one in of_round for want in one.wanted]
 
     def _is_in_memory(self, item: ReadItem, stored: StoredTensor, target: torch.Tensor) -> bool:
-        """Whether an earlier item, with the same stored bytes, is read into the same memory.
+        """Whether an earlier item already reads the same stored bytes into the same memory.
 
-        So tied weights that were saved under each of their names are read once. Bytes are known to
-        be the same by their location or their checksums.
+        Tied weights that were saved under each of their names are therefore read once. Stored bytes
+        are the same if their location or their checksums are.
         """
         source = stored.elements
         memory = (target.device, target.data_ptr(), target.dtype, target.shape, target.stride())
@@ -450,9 +453,10 @@ class Load:
 
 
 def _row_bytes(box: Box, stored: StoredTensor) -> int:
-    """Returns :attr:`Wanted.row` for a box: how many bytes its rows are apart in the stored tensor.
+    """Returns the distance in bytes between two rows of a box in the stored tensor.
 
-    Its rows are its parts with equal indices in the first dimension in which it is longer than 1.
+    The rows follow one another along the first dimension in which the box is longer than 1. See
+    :attr:`Wanted.row`.
     """
     axis = next(axis for axis, (_, length) in enumerate(box) if length > 1)
     return row_major_strides(stored.shape)[axis] * stored.dtype.itemsize

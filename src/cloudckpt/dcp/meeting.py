@@ -75,7 +75,7 @@ if sys.version_info < (3, 14):
 FIRST_LINE = 15.0
 """Seconds of waiting before a rank logs which other ranks are missing."""
 LOADING = "while the checkpoint was loaded"
-"""The argument ``during`` of :meth:`Meeting.exchange` in a load."""
+"""The value of the argument ``during`` of :meth:`Meeting.exchange` that a load passes."""
 _ECHOES = (RanksFailedError, TransferCancelledError)
 """Errors of ranks that fail because others have failed."""
 _MARKED_AFTER = 0.5  # seconds of waiting after which a rank is marked as waiting
@@ -202,12 +202,13 @@ class Consensus:
         """Returns the error that all ranks are to raise after the meeting; None if all may go on.
 
         Returns:
-            A ConfigError if two ranks were given different options, or run different versions; a
-            DifferentCheckpointsError if they name different locations; the failure of the first
-            failed rank, if all have the same class, one of cloudckpt's; a RanksFailedError if the
-            classes differ, or come from outside cloudckpt; on a rank that was interrupted, its
-            interrupt. If some ranks failed early (:attr:`RankStatus.is_early`), only their failures
-            count. A process that is alone raises its own failure.
+            - A ConfigError if ranks have different options or versions of cloudckpt; a
+              DifferentCheckpointsError if they have different locations.
+            - Else, if ranks failed, the error that ``failures.one_error`` makes of their failures,
+              or the failure itself if this process is alone.
+
+            If some ranks failed early (:attr:`RankStatus.is_early`), only their failures count, and
+            differences do not.
         """
         failures = {
             rank: one.failure for rank, one in enumerate(self.statuses) if one.failure is not None
@@ -255,10 +256,13 @@ class Meeting:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Makes the meeting of a group; not a collective call.
+        """Creates the object; not a collective call.
+
+        Args:
+            group: The ranks; None if this process is alone.
 
         Raises:
-            ConfigError: If this rank is not in the group: it would save or load alone.
+            ConfigError: If this rank is not in the group.
         """
         # torch gives this value to a rank outside of the group
         if group is not None and cast(Any, group) == dist.GroupMember.NON_GROUP_MEMBER:
@@ -359,7 +363,7 @@ class Meeting:
         during: str = "",
         shares: bool = False,
     ) -> tuple[T, Consensus]:
-        """Does the same as :meth:`begin`, and also returns the consensus of all ranks.
+        """Returns the result of ``prepare``, as :meth:`begin` does, and the result of the meeting.
 
         Args:
             prepare: As in :meth:`begin`.
@@ -533,10 +537,11 @@ def collective(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 @contextlib.contextmanager
 def all_expected(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Logs which ranks are missing in a block that no rank can leave before all have entered it.
+    """Logs which ranks are missing while this rank waits for them in a ``with`` block.
 
-    It logs once, after :data:`FIRST_LINE`. Inside another such block of the same group it does
-    nothing, and nothing outside a :func:`collective` function, as the call then has no name.
+    No rank may be able to leave the block before all ranks have entered it. The ranks are logged
+    once, after :data:`FIRST_LINE` seconds. Nothing is logged inside another such block of the same
+    group, or outside of a :func:`collective` function, whose name the log line needs.
     """
     groups, call = _groups.get(), _call.get()
     if group is None or call is None or group in groups:
@@ -552,12 +557,11 @@ def all_expected(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 class _Wait:
-    """This rank's wait in an :func:`all_expected` block, and the thread that watches it.
+    """This rank's wait in an :func:`all_expected` block, and the thread that logs missing ranks.
 
-    The thread is not started by ``Thread.start``, which would return only once it runs: the
-    training loop could wait long for the GIL. It must not be in a call of torch's rendezvous store
-    (C++) when the interpreter exits: ending it there ends the process by ``std::terminate``. So an
-    exit handler ends it first.
+    ``Thread.start`` is not used, as it returns only once the thread runs, for which a training loop
+    could wait long. An exit handler ends the thread: if the interpreter ended it in a call of
+    torch's rendezvous store (C++), the process would end by ``std::terminate``.
     """
 
     def __init__(self, group: dist.ProcessGroup, call: str) -> None:
@@ -616,7 +620,7 @@ class _Wait:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Returns a text such as ``rank 3 has`` or ``ranks 1-7, 9 have``."""
+    """Returns ranks as text with a verb, such as ``rank 3 has`` or ``ranks 1-7, 9 have``."""
     spans = []
     for _, span in itertools.groupby(enumerate(ranks), lambda numbered: numbered[1] - numbered[0]):
         (_, first), *_, (_, last) = [*span] * 2
@@ -631,7 +635,7 @@ _closed = threading.Event()
 
 
 def no_more_expected() -> None:
-    """Ends all watching threads, for good; called before a process destroys its groups and ends."""
+    """Ends the threads that log missing ranks, for good; called before a process ends."""
     _closed.set()
     waits = [*_waits]
     for wait in waits:

@@ -20,7 +20,7 @@ _WRAPPERS = {
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict.get_model_state_dict(model)"
 _NUMBERED = re.compile(r"\d+\.[^.]+")
-"""The end of a name such as ``state.0.exp_avg``: ``optimizer.state_dict()`` numbers parameters."""
+"""Matches ``0.exp_avg`` of ``state.0.exp_avg``: ``optimizer.state_dict()`` numbers parameters."""
 _OPTIMIZER = re.compile(r"(.*?)(?<![^.])state\.(.+\.[^.]+)")
 
 

@@ -68,7 +68,8 @@ class Model(Protocol):
     """A model in safetensors files, which is read like a checkpoint.
 
     Attributes:
-        committed: The object whose presence makes the model: its index, or its only file.
+        committed: The object whose existence shows that the model is complete: its index, or its
+            only file.
     """
 
     committed: ObjectInfo
@@ -212,8 +213,8 @@ class CloudStorageReader(OurReader):
 
         Raises:
             CheckpointNotFoundError: If the store says that no committed checkpoint exists.
-            CheckpointError: If torch has saved there with each rank on its own, or an unexpected
-                error prevents reading the metadata.
+            CheckpointError: If torch has saved there with ``use_collectives=False``, or an
+                unexpected error prevents reading the metadata.
             UntrustedPickleError: If the metadata names code that is not on the allow-list.
             CheckpointCorruptError: If the commit object is damaged.
             CheckpointReplacedError: If the checkpoint was replaced during each of several attempts
@@ -279,7 +280,7 @@ class CloudStorageReader(OurReader):
         """Raises an error if torch has saved here with ``use_collectives=False``.
 
         Raises:
-            CheckpointError: If torch has.
+            CheckpointError: If the location has the metadata of such a save.
         """
         with contextlib.suppress(ObjectNotFoundError):
             Retrier(self.config.retry).call(lambda: self._store().head(self.uri.key(PART)))
@@ -300,7 +301,8 @@ class CloudStorageReader(OurReader):
     def packed(self) -> bytes | Model:
         """Returns the metadata that was read, for the readers of other ranks to :meth:`adopt`.
 
-        It is pickled, or is the :class:`Model` if there is one instead of a checkpoint.
+        The result is the pickled commit object of a checkpoint, or the :class:`Model` if the
+        location has a model in safetensors files.
         """
         return pickle.dumps(self._fetched) if self._model is None else self._model
 
@@ -345,7 +347,7 @@ class CloudStorageReader(OurReader):
 
     @contextlib.contextmanager
     def _unless_replaced(self) -> Iterator[None]:
-        """Raises CheckpointReplacedError for damage that is due to a replaced checkpoint."""
+        """Turns damage into a CheckpointReplacedError if the checkpoint has changed."""
         try:
             yield
         except CheckpointCorruptError as error:

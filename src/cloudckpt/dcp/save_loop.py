@@ -76,8 +76,9 @@ class SaveLoop:
             meeting: The meeting of the ranks.
 
         Raises:
-            CloudCheckpointError: On the coordinator, if it must not save there, for example over an
-                existing checkpoint; see :meth:`CloudStorageWriter.prepare_local_plan`.
+            CloudCheckpointError: On the coordinator, if nothing may be saved at the location, for
+                example if it has a checkpoint and ``overwrite`` is off; see
+                :meth:`CloudStorageWriter.prepare_local_plan`.
             KeyCollisionError: If two entries of the state dict would have the same name.
         """
         self._state_dict, self._meeting = state_dict, meeting
@@ -222,8 +223,8 @@ class SaveLoop:
     def _by_protocol(self) -> Metadata:
         """Saves by the calls that torch's save makes, for custom planners and derived writers.
 
-        The parts of the plan are pickled here, and unpickled within the next step: a rank that
-        can't unpickle a custom class would leave the others waiting.
+        The coordinator pickles the part of each rank, and the rank unpickles it in the next step,
+        which reports errors to all ranks: a custom class may fail to unpickle.
         """
         writer, planner, ours = self.writer, self._planner, self._ours
         meeting = self._meeting

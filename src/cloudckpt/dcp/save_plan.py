@@ -158,8 +158,8 @@ def _check_planned(name: str, value: torch.Tensor) -> None:
 def lost_by_flattening(state_dict: dict[str, Any], planner: object, uri: str) -> Structure:
     """Returns the original keys and the empty dicts that the flat names of a state dict lack.
 
-    It is empty if the planner does not derive from torch's, does not flatten, or saves another
-    state dict than it was given (the paths of its names are then not those of this state dict).
+    The result is empty if the planner does not derive from torch's, does not flatten, or has
+    changed the state dict, so that its names have other paths.
 
     Args:
         state_dict: The state dict that is being saved.
@@ -189,7 +189,7 @@ class _UnknownError(Exception):
 def outline_of(flat: Flat) -> tuple[Any, ...] | None:
     """Returns what a plan depends on: the properties of a state dict, and whether grad is enabled.
 
-    None if the effect of one of its values on a plan is uncertain.
+    Returns None if the effect of a value on a plan is uncertain.
     """
     try:
         values = [*map(_about, flat.values.values())]
@@ -278,7 +278,7 @@ def _attributes(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 _MOST = 4
-"""Maximum plans that are kept: enough for a model and its averages, or for two engines."""
+"""Maximum plans that are kept in memory: a job may save state dicts of several structures."""
 
 GroupRef: TypeAlias = "weakref.ref[dist.ProcessGroup] | None"
 
@@ -326,7 +326,7 @@ class KnownPlan:
     record: bytes | None = None
 
     def finished(self, planner: DefaultSavePlanner) -> KnownPlan:
-        """Returns a copy with the plan as the planner finishes it, its size and its forms.
+        """Returns a copy with the result of ``finish_plan``, :attr:`expected` and :attr:`forms`.
 
         Raises:
             UnsupportedTensorError: If a tensor can't be stored.
@@ -348,8 +348,8 @@ class KnownPlan:
     def small_tensors(self, planner: DefaultSavePlanner) -> SmallTensors:
         """Returns the small tensors, which can be sent without asking the planner for data.
 
-        The list has an entry for each item, which is None if the item is not such a tensor; it is
-        empty if :attr:`forms` is.
+        The list has an entry for each item: None if the item is not a small tensor in host memory,
+        else its form and the tensor. The list is empty if :attr:`forms` is empty.
         """
         return [
             None if form is None else (form, _local(planner.state_dict[item.index.fqn]))
@@ -407,9 +407,9 @@ def new_number() -> int:
 
 
 def _form(name: str, value: torch.Tensor, sizes: torch.Size) -> StoredForm | None:
-    """Returns how an item is stored that is a small tensor in host memory; None for any other.
+    """Returns how a small tensor in host memory is stored; None for any other tensor.
 
-    None as well if the item is only a part of what this rank has of the tensor.
+    Also returns None if the item, of the shape ``sizes``, is only a part of this rank's tensor.
 
     Raises:
         UnsupportedTensorError: If the tensor can't be stored.

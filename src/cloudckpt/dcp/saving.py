@@ -119,9 +119,9 @@ def digest_of(
             checksums.
 
     Returns:
-        The digest, and the checksums of the blocks: ``()`` without ``algorithm``. Other code may
-        write to the tensor before it is sent; if the bytes sent match these checksums, they are
-        the bytes of the digest.
+        The digest; and the checksums of the blocks, ``()`` without ``algorithm``. The sender
+        compares the bytes that it sends with these checksums, as other code may have changed the
+        tensor since.
     """
     form, nbytes = type_prefix(tensor.dtype, tensor.shape), tensor.nbytes
     block = block_size_for(nbytes)
@@ -227,9 +227,10 @@ class StateLayout:
         self._unloadable.check()
 
     def _in_memory(self, number: int, memory: Memory) -> _Small | None:
-        """Returns an item that is a small tensor in the state's buffer; None for any other.
+        """Returns an item that is a small tensor in the buffer of the state; else None.
 
-        None as well if its memory was freed: :meth:`_data_of` then raises the error.
+        Also returns None if the memory of the tensor was freed: :meth:`_data_of` then raises the
+        error.
         """
         known = self._small[number]
         if known is None:
@@ -246,7 +247,7 @@ class StateLayout:
         return None if start is None else (number, start, form, tensor)
 
     def _run(self, run: Sequence[_Small], memory: Memory) -> Iterator[ObjectPlan]:
-        """Yields the plans of small tensors, one for each object to which any are assigned.
+        """Assigns small tensors to objects, and yields a plan for each of these objects.
 
         Tensors that an earlier checkpoint has are left out.
         """
@@ -269,7 +270,7 @@ class StateLayout:
             )
 
     def _next(self, number: int, form: StoredForm, way: Way) -> int:
-        """Assigns an item to an object; returns the object's number."""
+        """Assigns an item to an object, and records its location; returns the object's number."""
         place = self._places.next(form, way)
         self._note(number, place)
         return place.object
@@ -282,9 +283,8 @@ class StateLayout:
     ) -> tuple[int, ...] | None:
         """Returns the checksums that an item's bytes must have when they are sent.
 
-        Returns ``()`` if the save is not incremental, or if no other code can change the bytes. If
-        the base, the earlier checkpoint, has the item, records the item's location there, and
-        returns None.
+        If the earlier checkpoint has the item, records the item's location there, and returns None.
+        Returns ``()`` if the save is not incremental, or no other code can change the bytes.
         """
         if self._contents is None:
             return ()

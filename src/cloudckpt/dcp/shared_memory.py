@@ -19,18 +19,18 @@ __all__ = ["SharedMemory", "in_memory"]
 
 
 class SharedMemory:
-    """The entries of a load whose tensors share memory, which can't hold different values.
+    """Detects whether entries of a load that share memory were saved with different values.
 
-    Such entries must be filled one after another, and the values of each noted at once: they can
-    then be compared with the values in its memory when all entries are filled.
+    Such entries must be filled one after another, and each be noted as soon as it is filled. After
+    the last, the values in memory are compared with the noted ones.
 
     Args:
         entries: For each entry, the index of its tensor or chunk, and the tensors in memory that
             hold it.
 
     Attributes:
-        rounds: By the number of an entry that shares memory, the round in which it can be filled:
-            in a round, no two parts of the state dict share memory. Other entries are not in it.
+        rounds: For each entry that shares memory, by its number, the number of the round in which
+            it is to be filled: entries of one round do not share memory with each other.
     """
 
     def __init__(self, entries: Sequence[tuple[MetadataIndex, Sequence[torch.Tensor]]]) -> None:
@@ -39,7 +39,7 @@ class SharedMemory:
         self._digests: dict[int, int] = {}
 
     def note(self, number: int) -> None:
-        """Notes the values of an entry, which has just been filled."""
+        """Keeps a checksum of the values of an entry that has just been filled."""
         if number in self.rounds:
             self._digests[number] = self._digest(number)
 

@@ -157,12 +157,13 @@ class CloudStorageWriter(OurWriter):
     Attributes:
         transferred: The bytes and requests of this rank in the last save; None before.
         sender: Uploads the prepared objects, in this process or in a saving process.
-        attempt: A random name; that of the rank that commits is the name of the save.
+        attempt: A random name that this writer draws for each save; that of the committing rank
+            identifies the save.
         noted: The notes to be stored with the checkpoint, as bytes.
         hold: On a rank that commits an incremental save, keeps the base (the checkpoint whose bytes
             are not sent again) from deletion; None if there is no base, and on other ranks.
-        contents: In an incremental save, makes the object that looks up items in the base, given
-            the number of items; None if everything is sent.
+        contents: In an incremental save, a function that takes the number of items and returns the
+            ``Contents`` that looks them up in the base; None if everything is sent.
         written: The record of what this rank has written in this save; None before.
         commits: Whether this rank commits.
         committed: Whether the save is committed, as far as this rank alone knows; None during the
@@ -326,8 +327,8 @@ class CloudStorageWriter(OurWriter):
     def waits_before_sending(self) -> bool:
         """Whether nothing may be sent before the baseline (the present checkpoint) is known.
 
-        If False, only the commit needs the baseline: a saving process gets its work even in an
-        outage of the store, in which the trainer may end.
+        If False, only the commit needs the baseline. A saving process can then be given the data
+        even while the store is unreachable.
         """
         return self.sender is send_here or not self.config.overwrite
 
@@ -341,9 +342,9 @@ class CloudStorageWriter(OurWriter):
             self._baseline.answer()
 
     def note_planning(self, state_dict: dict[str, Any], planner: Any, *, compares: bool) -> None:
-        """Records what the commit needs of a state dict, which torch does not pass to writers.
+        """Records the original keys and the empty dicts of a state dict for the commit.
 
-        This is the original keys and the empty dicts, which the flat names lack.
+        The flat names lack them, and torch does not pass the state dict to writers.
 
         Args:
             state_dict: The state dict.
@@ -557,8 +558,8 @@ class CloudStorageWriter(OurWriter):
     def look_whether_committed(self) -> bool | None:
         """Returns whether this save is committed; None if this is unknown or may still change.
 
-        A rank calls this if it has lost the others. A commit object that names objects of this rank
-        belongs to this save: no other save has drawn the same names.
+        A rank calls this if it has lost the other ranks. The save is committed if the commit object
+        names objects of this rank, whose names are random.
         """
         if self.committed is None and self._written:
             store, key = self._store(), self.uri.key(METADATA)
@@ -587,8 +588,8 @@ class CloudStorageWriter(OurWriter):
 def committing(writer: OurWriter) -> Iterator[None]:
     """Turns errors of the commit step into CommitUnknownError if the commit may have taken place.
 
-    After that error no rank deletes anything. Errors of writers derived from ours are included. An
-    interrupt is raised unchanged if the other ranks can receive it: they keep the data then, too.
+    After a CommitUnknownError no rank deletes data. Interrupts that can be pickled are raised
+    unchanged: the other ranks receive them, and keep the data as well.
 
     Raises:
         CommitUnknownError: Instead of an error that leaves the outcome open.
@@ -614,7 +615,7 @@ def committing(writer: OurWriter) -> Iterator[None]:
 
 
 def run_after(hook: CommitHook, uri: str, metadata: Metadata) -> None:
-    """Calls a hook after the commit, and logs its error: the save has succeeded."""
+    """Calls the ``after_commit`` of a hook; logs its error, as the save has succeeded."""
     try:
         hook.after_commit(uri, metadata)
     except Exception:
