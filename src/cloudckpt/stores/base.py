@@ -494,8 +494,9 @@ def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 ATTEMPT = "cloudckptattempt"
-"""The name of the metadata entry that holds an object's attempt. Azure allows no hyphens in such a
-name, and some proxies drop headers with underscores.
+"""The key of the metadata entry that holds the name of the write that made the object.
+
+Azure allows no hyphens in such a name, and some proxies drop headers with underscores.
 """
 
 

@@ -112,7 +112,7 @@ def _proxy_users() -> Iterator[str]:
 def _forms(value: str) -> Iterator[str]:
     """Yields the spellings (quoted, escaped) of a secret, and of secrets in a connection string.
 
-    Those of fewer than 8 characters are left out.
+    Spellings of fewer than 8 characters are left out.
     """
     parts = re.findall(r"\b(?:sig|AccountKey)=([^&;\s]+)", value)
     for one in (value, value.strip(), *parts, *map(unquote, parts)):
@@ -123,15 +123,15 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def reason(exc: BaseException, secrets: Iterable[str] = ()) -> str:
-    """Returns an exception's class and message, the message without credentials and cut."""
+    """Returns an exception's class and message, without credentials and shortened."""
     return f"{type(exc).__name__}: {excerpt(str(exc), secrets)}"
 
 
 def conceal(error: CloudCheckpointError, secrets: Iterable[str] = ()) -> None:
     """Removes credentials from an error, and drops its chained exceptions if they contain any.
 
-    Its message and cause are cut to `_LONGEST_TEXT` characters. Chained exceptions with a longer
-    text are dropped, too, as they can't be examined.
+    The error's message and cause are cut to `_LONGEST_TEXT` characters. Chained exceptions with a
+    longer text are dropped, too, as they can't be examined.
     """
     secrets = tuple(secrets)
     error.message = masked(error.message[:_LONGEST_TEXT], secrets)

@@ -228,7 +228,7 @@ def _is_certain(code: str, status: int, kind: type[StoreError], *, is_known: boo
 
 
 def _ahead(headers: Mapping[str, str]) -> float | None:
-    """Returns how many seconds this clock is ahead of a response's date; None without a date."""
+    """Returns the local clock's lead over a response's date, in seconds; None without a date."""
     date = http_date(headers.get("date", ""))
     return None if date is None else time.time() - date
 

@@ -71,7 +71,7 @@ _places: dict[tuple[int, str, Config], _Slot] = {}
 
 
 def checkpoint_location(location: URILike) -> CheckpointURI:
-    """Parses and checks the location of a checkpoint that will be saved.
+    """Returns the parsed location of a checkpoint that will be saved, after checking it.
 
     Raises:
         InvalidURIError: If it is not a valid location, or the store would change its name.

@@ -158,7 +158,7 @@ class RestStore(ObjectStore):
     ) -> contextlib.AbstractContextManager[Reply]:
         """Sends a GET for an object's content; yields the response.
 
-        If `if_version` is neither None nor empty, any other version is refused.
+        If `if_version` is neither None nor empty, the store refuses another version of the object.
         """
         if if_version:
             headers = {**headers, "If-Match": if_version}
@@ -172,12 +172,13 @@ class RestStore(ObjectStore):
         return named | ({"If-Match": if_version} if if_version else {"If-None-Match": "*"})
 
     def tag_of(self, tag: str | None, key: str) -> str:
-        """Returns `tag`, the version in a response; raises an error if the response has none.
+        """Returns `tag`, the version in a response; raises an error if it is None or empty.
 
         Raises:
-            ConnectionLostError: If this response has none, although others of this store have one:
-                the response may not come from the store.
-            StoreError: If no response has had one: this store, or a proxy, never sends it.
+            ConnectionLostError: If this response has no version, although others of this store had
+                one: the response may not come from the store.
+            StoreError: If no response has had a version: the store never sends it, or a proxy
+                removes it.
         """
         if tag:
             self._sends_versions = True

@@ -208,7 +208,7 @@ class Secret(ABC):
 
     @abstractmethod
     def authorize(self, method: str, url: str, headers: dict[str, str]) -> str:
-        """Adds the secret, or a signature made with it, to URL or headers; returns the URL."""
+        """Adds the secret, or a signature made with it, to URL or `headers`; returns the URL."""
 
     @abstractmethod
     def sas_of(self, container: str, key: str) -> str:
@@ -253,7 +253,7 @@ class _Tokens:
         )
 
     def secrets(self) -> tuple[str, ...]:
-        """Returns a valid token, renewing it if that is due.
+        """Returns a valid token as the only element, renewing it if that is due.
 
         Raises:
             CredentialsError: If no source has credentials, or they are refused.
@@ -299,8 +299,8 @@ class _Tokens:
 class _SharedKey(Secret):
     """An account key, which signs each request and is never sent.
 
-    Only copies use a shared access signature made from it, see `sas_of`: such signatures are tied
-    to an API version that not every Azure cloud supports, and to the account's policy.
+    Only copies use a shared access signature made with the key, see `sas_of`: such signatures are
+    tied to an API version that not every Azure cloud supports, and to the account's policy.
     https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key
     """
 
@@ -364,7 +364,7 @@ class _Given:
 
     @property
     def named_by(self) -> str:
-        """Returns the name of the environment variable that holds the key or the signature."""
+        """The name of the environment variable that holds the key or the signature."""
         return first_set(_CONNECTION, *(_KEY if self.key else _SAS))
 
 
@@ -391,7 +391,7 @@ def _from_environment(container: str, uri: str) -> _Given:
 
 
 def _end_of(sas: str) -> float | None:
-    """Returns when a shared access signature expires; None if it names no valid time."""
+    """Returns when a signature expires, in seconds since 1970; None if it names no valid time."""
     ends = dict(parse_qsl(sas)).get("se", "")
     if "T" not in ends:
         ends += "T00:00:00Z"  # it expires at the beginning of that day
@@ -403,7 +403,7 @@ def _first(variables: tuple[str, ...]) -> str:
 
 
 def _locate(host: str, config: Config, given: _Given, uri: str) -> tuple[str, str]:
-    """Returns the endpoint and the account: from the URI, else the options, else the environment.
+    """Returns the endpoint's URL and the account, from URI, options or environment variables.
 
     Raises:
         ConfigError: If none of them names an account, or the account's name is not valid.
@@ -446,9 +446,9 @@ def _account_of(endpoint: str) -> str:
 
 
 def _are_together(one: str, other: str) -> bool:
-    """Returns False if two endpoints are known to be in different clouds or DNS zones.
+    """Returns False if two endpoints are known to be in different clouds or DNS zones, else True.
 
-    Accounts of the same name in two of them are different accounts.
+    In different clouds or zones, the same account name means different accounts.
     """
     clouds = [_CLOUD.search(urlsplit(endpoint).hostname or "") for endpoint in (one, other)]
     return None in clouds or len({cloud and cloud.group("zone", "suffix") for cloud in clouds}) == 1

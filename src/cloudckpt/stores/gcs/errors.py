@@ -23,7 +23,7 @@ _LONGEST_BODY = 64 * 1024
 _LONGEST_TEXT = 500
 _OWN_TEXT = re.compile(r"No such object|bucket does not exist|storage\.\w+\.\w+|requester pays")
 _OF_EMULATORS = re.compile(rb"Not Found|.*\bdomain\W+global\b.*", re.DOTALL)
-"""The error bodies of emulators that have no reason in Google's format.
+"""Error bodies without a reason in Google's format that emulators send.
 
 fake-gcs-server sends the first for reads, storage-testbench the second (an error nested in another)
 for all requests.
@@ -84,9 +84,9 @@ def from_answer(
 
 
 def _is_foreign(body: bytes, message: str, *, is_google: bool) -> bool:
-    """Returns whether an error body, if it has no reason, can't come from the store: see `refusal`.
+    """Returns whether an error body without a reason can come only from a proxy or gateway.
 
-    Bodies without a reason that stores send are Google's plain `message` to reads, the empty body
+    From stores come three kinds of such bodies: Google's plain `message` to reads, the empty body
     of gcp-storage-emulator, and those of `_OF_EMULATORS`.
     """
     if body[:1] == b"<":

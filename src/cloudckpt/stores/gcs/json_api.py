@@ -35,14 +35,15 @@ LISTED = "name,size,generation,timeCreated"
 BRIEF = {"prettyPrint": "false"}
 
 CACHE_CONTROL = "no-store"
-"""Google caches publicly readable objects for an hour unless their Cache-Control forbids it;
-replacing or deleting an object leaves the cache unchanged:
+"""The Cache-Control of new objects, which forbids caching.
+
+Otherwise Google caches publicly readable objects for an hour, even if they are replaced or deleted:
 https://cloud.google.com/storage/docs/caching
 """
 
 
 def creation_headers(options: GCSOptions) -> dict[str, str]:
-    """Returns the headers of a new object according to the options, for the XML API."""
+    """Returns the XML API's headers for a new object with the properties in the options."""
     wanted = {
         "Cache-Control": CACHE_CONTROL,
         "x-goog-storage-class": options.storage_class,
@@ -92,11 +93,11 @@ def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
 
 
 def answer_of(reply: Reply) -> dict[str, Any]:
-    """Parses the JSON object of a response.
+    """Parses the JSON object in the body of a response.
 
     Raises:
-        ValueError: If the JSON is another value or an error, which would be taken for an empty
-            listing.
+        ValueError: If the body is not JSON, or is another value or an error, which would be taken
+            for an empty listing.
     """
     answer = json.loads(reply.read_all())
     if not isinstance(answer, dict) or "error" in answer:

@@ -267,10 +267,11 @@ class GCSStore(XmlStore):
     def _read(
         self, key: str, if_version: str | None, headers: Mapping[str, str]
     ) -> Iterator[Reply]:
-        """Sends a GET for an object's content, but refuses content that is stored compressed.
+        """Sends a GET for an object's content; yields the response.
 
-        Such bytes are not those that were saved. The request accepts gzip: otherwise Google would
-        decompress the content, ignore the range and omit the length
+        Content that is stored compressed is refused, as its bytes are not those that were saved.
+        The request accepts gzip: otherwise Google would decompress the content, ignore the range
+        and omit the length
         (https://cloud.google.com/storage/docs/transcoding).
         """
         # The URL to which ``alt=media`` of the metadata URL may redirect; Google's own clients read

@@ -60,9 +60,9 @@ connection, which stands for its current socket.
 SLOWEST = 4096
 """Bytes per second below which a connection counts as stalled.
 
-At this rate a part of 16 MiB takes more than an hour; an ISDN line carries twice as much. The value
-is well above what a peer that drips ten bytes a second causes, although TLS expands each byte to
-about 30, and TLS inside TLS to about 60.
+At this rate a part of 16 MiB takes more than an hour; an ISDN line carries twice as much. A peer
+that drips ten bytes a second stays well below it, even though TLS expands each byte to about 30,
+and TLS inside TLS to about 60.
 """
 
 LONG = 256 * 1024
@@ -99,10 +99,7 @@ def break_connection(connection: Connection) -> None:
 
 
 def _beneath(connection: Connection) -> socket.socket | None:
-    """Returns the socket object with a connection's file descriptor; None if it is not open.
-
-    This may be an ``ssl.SSLSocket``.
-    """
+    """Returns a connection's socket, with or without TLS; None if the connection is not open."""
     found: Connection | None = connection
     if isinstance(found, http.client.HTTPConnection):
         found = found.sock
@@ -140,7 +137,7 @@ class Traffic:
         self._seen: weakref.WeakKeyDictionary[socket.socket, int] = weakref.WeakKeyDictionary()
 
     def since(self, connection: Connection) -> int:
-        """Returns the bytes moved both ways since the last call for this connection.
+        """Returns the bytes sent and received since the last call for this connection.
 
         It is 0 at the first call, and if the connection is not open or its bytes are not counted.
         """
@@ -355,7 +352,7 @@ class Call:
 
 
 class WatchedConnection(http.client.HTTPConnection):
-    """The attributes that `_Connecting` and `_Sending` share."""
+    """An HTTP connection under a :class:`Watch`; the base of `_Connecting` and `_Sending`."""
 
     sock: socket.socket | None
     # set as class attributes by pool_classes:

@@ -19,7 +19,7 @@ from cloudckpt.stores.http.native_tls import LongReadTLSSocket
 __all__ = ["LONGER", "Contexts", "HttpOptions", "first_set"]
 
 LONGER = 15
-"""The response to a completion or a copy may begin as late as this many times ``read_timeout``."""
+"""How many times ``read_timeout`` the response to a completion or a copy may take to begin."""
 
 
 @dataclass(frozen=True, kw_only=True)

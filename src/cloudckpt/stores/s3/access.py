@@ -226,7 +226,7 @@ class BucketAccess(Access):
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]
-    """Signs with a digest computed before, as botocore can't digest a list of buffers."""
+    """Signs requests with a digest computed before: botocore can't digest a list of buffers."""
 
     def payload(self, request: AWSRequest) -> str:
         digest: str = request.context["digest"]
@@ -234,7 +234,7 @@ class _Signer(S3SigV4Auth):  # type: ignore[misc]
 
 
 class _SessionSigner(S3ExpressAuth):  # type: ignore[misc]
-    """Signs like `_Signer`, with the keys of a session."""
+    """Signs requests like `_Signer`, with the keys of a session (CreateSession)."""
 
     payload = _Signer.payload
 
@@ -273,10 +273,10 @@ _KEYS_AWAITED = 600  # as the latter, for the credentials that botocore finds
 
 
 def _current(found: Any, awaited: int, fetch: SharedCall[Any]) -> tuple[str, ...]:
-    """Returns access key, secret key and token, by `fetch` if they end within `awaited` seconds.
+    """Returns access key, secret key and token; by `fetch` if they expire in `awaited` seconds.
 
-    botocore itself lets all threads ask for new ones then, one after another, even if each has to
-    wait for minutes and gets none. None stands for credentials that were never fetched.
+    `found` has the credentials; if it is None, they are fetched, too. `fetch` makes one request for
+    all threads: with botocore alone, each thread would wait for its own, one after another.
     """
     is_due = getattr(found, "refresh_needed", lambda seconds: found is None)
     frozen = fetch() if is_due(awaited) else found.get_frozen_credentials()

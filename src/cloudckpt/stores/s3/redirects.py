@@ -48,8 +48,8 @@ def redirected_read(
 ) -> Iterator[Reply]:
     """Sends a GET for an object, follows a redirect and yields the response, with the store's ETag.
 
-    An object's version is determined by a HEAD request: before the read, or if the read is to be of
-    a given version, after the store's redirect. If the object is still that version then, the
+    The object's version is determined by a HEAD request: after the store's redirect if `if_version`
+    is given, else before the read. If the object has the given version after the redirect, the
     redirected URL leads to that version's bytes.
 
     Args:
