@@ -181,6 +181,7 @@ class Receiver:
             CheckpointCorruptError: If the object is missing or ends too early, was replaced since
                 its first range was read, or has another version or size than expected.
             StoreError: If the store refuses a request or stays unreachable.
+            TransferCancelledError: If the transfer was cancelled.
         """
         at, rest = start, list(views)
         with self._lock:
@@ -281,6 +282,7 @@ class Download:
 
         Raises:
             StoreError: If the store refuses a request or stays unreachable.
+            TransferCancelledError: If the transfer was cancelled.
         """
         self._land(request, functools.partial(self._receive, request))
 
@@ -295,6 +297,7 @@ class Download:
         Raises:
             CheckpointCorruptError: If the object is missing, was replaced, or has another size.
             StoreError: If the store refuses a request or stays unreachable.
+            TransferCancelledError: If the transfer was cancelled.
         """
         self._receive(request, [into])
 
@@ -305,6 +308,7 @@ class Download:
 
         Raises:
             StoreError: If the store refuses the second request or stays unreachable.
+            TransferCancelledError: If the transfer was cancelled.
         """
         self._land(request, functools.partial(_copy, data))
 

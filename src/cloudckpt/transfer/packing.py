@@ -44,6 +44,10 @@ class Packer:
 
         Returns:
             The checksums of the items' own bytes, as copied.
+
+        Raises:
+            StoreError: As :meth:`ObjectUpload.write`.
+            TransferCancelledError: As :meth:`ObjectUpload.write`, or while this waited for memory.
         """
         checksums: list[int] = []
         limit = self._pool.slab_bytes

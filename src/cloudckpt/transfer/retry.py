@@ -200,8 +200,9 @@ def check_unchanged(
     """Raises an error if a load failed because the checkpoint was replaced meanwhile.
 
     A writer that overwrites a checkpoint commits first, and then deletes the old objects. A load of
-    the old checkpoint then misses them, though nothing is damaged. The object that was read first,
-    and that names all others, tells whether this is so.
+    the old checkpoint then misses them, though nothing is damaged. So the current version of the
+    object that was read first, and that names all others, is compared with the version that was
+    read.
 
     Args:
         store: The store.
@@ -209,8 +210,8 @@ def check_unchanged(
         uri: The checkpoint, for the message.
         policy: The retries of the request to the store.
         error: The failure.
-        known_save: The id of the save whose metadata another rank has sent, if this rank has not
-            read it itself: this rank may use another store.
+        known_save: The id of the save whose metadata another rank has read and sent; None if this
+            rank has read it itself. If set, this rank may also be using another store.
 
     Raises:
         CheckpointReplacedError: If the object has been replaced or deleted since.

@@ -44,6 +44,9 @@ class StagingPool(MemoryPool):
         Args:
             tensor: The tensor.
             dtype: The type that the elements are converted to; None for no conversion.
+
+        Raises:
+            TransferCancelledError: If the transfer was cancelled while this waited for memory.
         """
         dtype = dtype or tensor.dtype
         # not earlier: pinning initializes CUDA, which a process may never need, and can't use after

@@ -400,6 +400,7 @@ def put_whole(
     Raises:
         PreconditionFailedError: If the condition does not hold.
         StoreError: If the store refuses the request or stays unreachable.
+        TransferCancelledError: If the cancellation of `retrier` was set.
     """
     checksum, attempt = store.capabilities.checksum.of(data), random_suffix()
     return retrier.call(
