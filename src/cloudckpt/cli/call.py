@@ -84,7 +84,7 @@ class Call:
         return sys.stdout.isatty() and self.shows_progress
 
     def having(self, overwrite: bool | None) -> Config:
-        """Returns the options with ``overwrite``, unless that is None."""
+        """Returns the options, with ``overwrite`` as given unless it is None."""
         config = config_or_default(self.config)
         return config if overwrite is None else replace(config, overwrite=overwrite)
 
@@ -180,7 +180,7 @@ def _parameters(function: Callable[..., Any], panel: str) -> list[inspect.Parame
 
 
 def _described(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Parses a docstring; returns the text about the function, and that of each parameter."""
+    """Returns the first part of a function's docstring, and the texts of its parameters by name."""
     text, _, parameters = (inspect.getdoc(function) or "").partition("\n\nArgs:\n")
     parameter_texts = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", parameters, re.MULTILINE)
     return text, {name: " ".join(meaning.split()) for name, meaning in parameter_texts}

@@ -68,7 +68,7 @@ def doctor(
 
 
 def _print(finding: "Finding") -> None:
-    """Prints a finding as a paragraph on a terminal, elsewhere as a line of tabbed fields."""
+    """Prints the result of a check: a paragraph on a terminal, elsewhere tab-separated fields."""
     if not sys.stdout.isatty():
         fields = (finding.outcome, finding.check, finding.found, finding.advice)
         print("\t".join(map(safe, fields)), flush=True)

@@ -60,9 +60,10 @@ class Ranks:
 def together(wanted: bool | None) -> Iterator[Ranks]:
     """Joins the ranks of a launcher, on one machine or many, for the time of the block.
 
-    An error of cloudckpt, which the block must raise on all ranks, is printed by rank 0 and ends
-    all ranks with the same exit code, once all have it: torchrun stops all ranks when the first
-    process fails. A ProcessGroupError, or another exception, is raised as it is.
+    The block must raise an error of cloudckpt on all ranks. Rank 0 prints the error, and all ranks
+    then exit with the same code; they wait for each other before, because torchrun stops all ranks
+    when the first one fails. A ProcessGroupError, or an exception that is not cloudckpt's, is
+    raised unchanged.
 
     Args:
         wanted: Whether there are several ranks, by the user's flag; None checks for torchrun.

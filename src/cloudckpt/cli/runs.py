@@ -58,9 +58,9 @@ def _age(summary: CheckpointSummary | None) -> Moment | None:
 
 
 def _checkpoints(call: Call, locations: Sequence[str], step_name: str) -> list[CheckpointSummary]:
-    """Returns the checkpoints of a run, if that is the only location, and has no wildcards.
+    """Returns the checkpoints of a run, if its folder is the only location, without wildcards.
 
-    Otherwise returns those of the locations that are checkpoints themselves.
+    Otherwise returns the locations that are checkpoints themselves.
     """
     uris = [uri for location in locations for uri in finding.matching(location, call.config)]
     if uris == locations and len(uris) == 1:
@@ -330,7 +330,8 @@ def _delete(
     Args:
         call: The options that all commands share.
         wanted: The URIs of the checkpoints.
-        delete: Deletes them, and calls its argument with the URI of each that is gone.
+        delete: A function that deletes them. Its argument is a function to call with the URI of
+            each deleted checkpoint.
         what: Text for the question before the number of checkpoints, such as the size of runs.
     """
     gone = set(wanted if call.dry_run else ())

@@ -87,7 +87,7 @@ def save_state(
         max_to_keep: How many of the newest checkpoints named ``step-<step>`` in the same folder are
             kept, including the new one; None keeps all. The checkpoint that this job loaded also
             stays, and so do steps of other trainings.
-        config: Options; None for those given to ``install``, else of the environment.
+        config: Options; None uses those given to ``install``, or else the environment.
 
     Raises:
         ConfigError: If DeepSpeed or Megatron-LM, which write files of their own, hold the state; if
@@ -133,7 +133,7 @@ def load_state(accelerator: Any, uri: URILike, *, config: Config | None = None) 
     Args:
         accelerator: The ``Accelerator``, with models and optimizers prepared as at the save.
         uri: The location of the checkpoint.
-        config: Options; None for those given to ``install``, else of the environment.
+        config: Options; None uses those given to ``install``, or else the environment.
 
     Raises:
         MissingKeyError: If the checkpoint lacks a prepared or registered object.
@@ -187,7 +187,7 @@ def load_state(accelerator: Any, uri: URILike, *, config: Config | None = None) 
 
 
 def _saves_of(accelerator: Any, config: Config) -> Saves:
-    """Returns the :class:`Saves` of an accelerator, which use the options of this call."""
+    """Returns the :class:`Saves` of an accelerator, and makes it use ``config``."""
     saves = _saves.setdefault(accelerator, Saves(config))
     saves.configure(config)
     return saves
@@ -207,7 +207,7 @@ def _call_hooks(accelerator: Any, state: dict[str, Any], folder: str) -> set[str
 def _write_small_files(accelerator: Any, folder: str) -> None:
     """Writes all state but models and optimizers into a folder, as Accelerate does.
 
-    But each rank writes its own registered objects.
+    Other than in Accelerate, each rank writes its own registered objects.
     """
     on_each_node = accelerator.project_configuration.save_on_each_node
     save_accelerator_state(
@@ -230,7 +230,7 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
     """Restores all state but models and optimizers from the files in a folder.
 
     Raises:
-        MissingKeyError: If another number of objects was registered at the save.
+        MissingKeyError: If the number of registered objects differs from that at the save.
     """
     objects = accelerator._custom_objects
     saved = sum(_OBJECT.fullmatch(name) is not None for name in os.listdir(folder))
@@ -259,8 +259,8 @@ def _parts(accelerator: Any, uri: str, only: set[str] | None = None) -> Parts:
     """Returns the accelerator's optimizers and models; with ``only``, just the models it names.
 
     Raises:
-        ConfigError: If DeepSpeed or Megatron-LM hold them, or an optimizer has parameters of other
-            models.
+        ConfigError: If DeepSpeed or Megatron-LM hold the models, or an optimizer has parameters of
+            a model that was not prepared.
     """
     if accelerator.distributed_type.value in _OWN_FORMATS:
         raise ConfigError(
@@ -304,5 +304,5 @@ def _write_files_of_rank(own: PerRank[Any], folder: str, uri: str, rank: int) ->
 
 
 def _is_fsdp(accelerator: Any) -> bool:
-    """Returns whether the accelerator uses FSDP, for which hooks get no weights and no models."""
+    """Returns whether the accelerator uses FSDP; hooks then get no weights and no models."""
     return bool(accelerator.distributed_type.value == "FSDP")

@@ -60,7 +60,7 @@ _COMMITS = {METADATA, MANIFEST, "model.safetensors.index.json"}
 """The names of commit objects, without which a folder is not a checkpoint."""
 
 _postponed: ContextVar[list[Callable[[], None]] | None] = ContextVar("postponed", default=None)
-"""The uploads of commit objects that a ``put`` in progress leaves to its end; None without one."""
+"""Uploads of commit objects that the ``put`` in progress makes last; None without a ``put``."""
 
 
 class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -85,9 +85,9 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @property
     def _config(self) -> Config:
-        """The options of this file system, ``install``, :func:`register`, or the environment.
+        """The options given to this file system, ``install`` or :func:`register`, in this order.
 
-        The first of these that gives options is taken.
+        If none were given, the options are read from the environment.
         """
         return self._given or chosen_config() or _registered or Config()
 
@@ -95,7 +95,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return CheckpointURI.parse(f"{self.scheme}://{self._strip_protocol(path)}")
 
     def _open_store(self, path: str) -> tuple[ObjectStore, str, Retrier]:
-        """Returns the store of a path, the key of the path there, and a retrier."""
+        """Returns the store of a path, the path's key in the store, and a retrier."""
         uri = self._uri(path)
         return open_store(uri, self._config), uri.prefix, Retrier(self._config.retry)
 
@@ -186,7 +186,10 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         on_error: Any = None,
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Walks a folder as fsspec does; by default, skips missing folders, raises other errors."""
+        """Walks a folder as fsspec does.
+
+        Without ``on_error``, missing folders are skipped, and other errors are raised.
+        """
         on_error = on_error or _raise_unless_missing
         return super().walk(path, maxdepth, topdown, on_error, **kwargs)  # type: ignore[no-any-return]
 
@@ -257,7 +260,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 save_file(self._uri(path2), source, config=self._config)  # type: ignore[arg-type]
 
     def expand_path(self, path: Any, *args: Any, **kwargs: Any) -> list[str]:
-        """Expands paths as fsspec does, with commit objects last: so they are also copied last."""
+        """Expands paths as fsspec does, but sorts commit objects last, so they are copied last."""
         return sorted(super().expand_path(path, *args, **kwargs), key=_is_commit)
 
     def put(self, *args: Any, **kwargs: Any) -> None:
@@ -292,8 +295,8 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """Deletes files and folders; a folder's commit objects first, unless ``maxdepth`` is given.
 
         A folder is deleted only with ``recursive``. The folder of a checkpoint is deleted as by
-        :func:`cloudckpt.delete`: objects that other checkpoints of the run refer to stay until the
-        last of these is deleted.
+        :func:`cloudckpt.delete`: an object that other checkpoints of the run refer to stays until
+        the last of these checkpoints is deleted.
 
         Raises:
             FileNotFoundError: If a path is neither a file nor a folder, or is a folder and

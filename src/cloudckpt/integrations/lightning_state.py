@@ -67,7 +67,7 @@ class _OnStores:
         return Saves(self._config, asynchronous=self._asynchronous, no_dist=self._is_alone)
 
     def _uri(self, path: str | os.PathLike[str]) -> str | None:
-        """Returns the URI that the first rank was given; None if that is a local path."""
+        """Returns the path that the first rank was given, if it is a URI; None for a local path."""
         return uri_of(Meeting.of(None, self._is_alone).from_first(path))
 
     def _save(
@@ -83,8 +83,8 @@ class _OnStores:
             collect: Returns this rank's part of the state, and the other values of the checkpoint,
                 which the first rank pickles.
             uri: The location.
-            storage_options: Lightning's argument.
-            step: The training's step, if the location does not name it.
+            storage_options: Lightning's argument; must be None.
+            step: The training's step, used if the location does not name it; None if unknown.
 
         Raises:
             ConfigError: If ``storage_options`` were given, or the strategy gathers the state on one
@@ -123,8 +123,8 @@ class _OnStores:
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint if it exists, once the save in progress is committed.
 
-        At a URI, only the first rank deletes, and an error is logged; a path is passed on to
-        Lightning.
+        A checkpoint at a URI is deleted by the first rank, and errors are only logged. A local path
+        is passed on to Lightning.
         """
         uri = uri_of(path)
         if uri is None:
@@ -274,8 +274,8 @@ class TrainerOnStores(_OnStores):
         """
         Args:
             *args: Arguments of Lightning's strategy.
-            config: Options for saving and loading; None for those given to ``install``, else of
-                the environment.
+            config: Options for saving and loading; None uses those given to ``install``, or
+                else the environment.
             asynchronous: Whether a save stages the state and continues in the background. A failure
                 is then raised by the next save, or at the end of training, on all ranks.
             **kwargs: Keyword arguments of Lightning's strategy.
@@ -372,7 +372,7 @@ class TrainerOnStores(_OnStores):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: Lightning calls :meth:`load_checkpoint` after the optimizers were made."""
+        """Always True, so that Lightning makes the optimizers before :meth:`load_checkpoint`."""
         return True
 
     @property
@@ -402,8 +402,8 @@ class PluginOnStores(_OnStores):
     def __init__(self, config: Config | None = None, *, asynchronous: bool = False) -> None:
         """
         Args:
-            config: Options for saving and loading; None for those given to ``install``, else of
-                the environment.
+            config: Options for saving and loading; None uses those given to ``install``, or
+                else the environment.
             asynchronous: Whether a save stages the state and continues in the background; only for
                 the Trainer, which waits for it at the end. A failure is then raised by the next
                 save, or at the end of training.
@@ -473,7 +473,7 @@ def _values_in(loaded: dict[str, Any], uri: str, weights_only: bool | None) -> d
 def _fit_loop(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state of the Trainer's fit loop; empty if there is none.
 
-    The dataloaders' positions are in its ``combined_loader``.
+    The dataloaders' positions are under the key ``combined_loader``.
     """
     loop = values.get("loops", {}).get("fit_loop", {})
     return loop.get("state_dict", {}) if isinstance(loop, dict) else {}
@@ -483,8 +483,8 @@ def _parts(state: Mapping[str, Any], uri: str) -> Parts:
     """Returns the models and optimizers in ``state``.
 
     Raises:
-        ConfigError: If ``state`` has no model, or optimizers and several models: an optimizer's
-            state is saved by the parameter names of its model, which would be ambiguous.
+        ConfigError: If ``state`` has no model, or has optimizers and several models: it would not
+            be known to which model an optimizer belongs.
     """
     models = {key: value for key, value in state.items() if isinstance(value, Module)}
     optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
@@ -496,7 +496,7 @@ def _parts(state: Mapping[str, Any], uri: str) -> Parts:
 
 
 def _is_of_tensors(value: object) -> bool:
-    """Returns whether a value has tensors, and besides them only numbers, strings and None."""
+    """Returns whether a value has tensors, and otherwise only numbers, strings and None."""
     kinds = {type(leaf) for leaf in torch.utils._pytree.tree_leaves(value)}
     simple = {int, float, bool, str, type(None), torch.nn.Parameter, torch.Tensor}
     return kinds <= simple and not kinds.isdisjoint({torch.Tensor, torch.nn.Parameter})

@@ -53,7 +53,7 @@ def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
 
     Args:
         uri: The folder of the runs, for example ``s3://bucket/runs``.
-        config: Options of the file system; None for those given to ``install``, else of the
+        config: Options of the file system; None uses those given to ``install``, or else the
             environment.
 
     Raises:

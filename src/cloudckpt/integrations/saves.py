@@ -56,7 +56,7 @@ logger = logging.getLogger("cloudckpt")
 class Saves:
     """Saves one checkpoint after another; all ranks that save together must make the same calls.
 
-    Only :meth:`remove` and :meth:`prune_run` are calls of the first rank alone.
+    Only :meth:`remove` and :meth:`prune_run` are called by the first rank alone.
 
     There is at most one save in the background, in a thread: a saving process could often not
     import the framework's script. Deletions take place when the save is committed, so that there
@@ -179,12 +179,12 @@ class Saves:
         Args:
             state: The state dict.
             uri: The location of the checkpoint.
-            step: The training's step, if the location does not name it.
+            step: The training's step, used if the location does not name it; None if unknown.
 
         Raises:
             CheckpointConflictError: If another job has begun to save into the run.
-            CheckpointExistsError: If another training has saved this step, and this job has resumed
-                none of the run.
+            CheckpointExistsError: If another training has saved this step, and this job has not
+                resumed any step of the run.
             CloudCheckpointError: The errors of :func:`cloudckpt.save`, of this save or the previous
                 one.
         """
@@ -207,8 +207,9 @@ class Saves:
     def _saving(self, begun: set[CheckpointURI]) -> Iterator[None]:
         """Handles errors of a block that saves to the locations ``begun``, and raises them again.
 
-        A CheckpointExistsError says why ``overwrite`` had no effect. A location that may be
-        committed in spite of the error is this job's own, which its later saves may replace.
+        The message of a CheckpointExistsError is rewritten to say why ``overwrite`` had no effect.
+        If the saves may be committed in spite of the error, later saves of this job may replace
+        them.
         """
         try:
             yield

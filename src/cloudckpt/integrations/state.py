@@ -190,7 +190,7 @@ def _optimizer_state_to_load(
 def _without_new_states(optimizer: Optimizer) -> Iterator[None]:
     """Keeps torch from creating states for a fresh optimizer during the block.
 
-    torch creates them only if no parameter has a gradient, so one parameter gets a zero gradient.
+    torch creates states only if no parameter has a gradient, so one parameter gets a zero gradient.
     """
     parameters = _parameters(optimizer)
     if optimizer.state or not parameters or any(one.grad is not None for one in parameters):
@@ -208,8 +208,8 @@ def _without_new_states(optimizer: Optimizer) -> Iterator[None]:
 def _with_all_states(optimizer: Optimizer) -> Iterator[None]:
     """Lets torch create the states of all parameters during the block, if any is missing.
 
-    For that, existing states are dropped if one is missing, and the gradients are taken away until
-    the block ends.
+    If one is missing, all existing states are dropped, because torch creates states only for an
+    optimizer without any. Gradients are removed until the block ends.
     """
     parameters = _parameters(optimizer)
     if any(tensor.requires_grad and tensor not in optimizer.state for tensor in parameters):
@@ -239,7 +239,7 @@ def _names_below(prefix: str, names: Collection[str]) -> set[str]:
 def random_state() -> dict[str, Any]:
     """Returns the states of this process's random generators: Python's, torch's and numpy's.
 
-    That of the accelerator is included if the accelerator is initialized.
+    The state of the accelerator's generator is included if the accelerator is initialized.
     """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (device := _device()) is not None:
@@ -262,9 +262,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def entries_of_rank(state: Mapping[str, Any]) -> dict[str, PerRank[Any]]:
-    """Returns the entries that are saved for each rank, marked ``per_rank``.
+    """Returns the entries that each rank saves for itself, all marked by :func:`per_rank`.
 
-    These are the dataloaders, and values that are marked already.
+    These are the entries that are marked already, and dataloaders.
     """
     own = {key: one for key, one in state.items() if isinstance(one, (PerRank, DataLoader))}
     return {key: one if isinstance(one, PerRank) else per_rank(one) for key, one in own.items()}
@@ -336,9 +336,9 @@ def _device() -> Any:
 def map_files(folder: str, meeting: Meeting) -> dict[str, torch.Tensor]:
     """Maps the files beneath a folder that this rank has to save; a collective call.
 
-    Ranks on one machine see the same files; other machines have their own. Of files of one name the
-    newest is saved, by one of the ranks that see it: a machine may have an older one from before
-    the job went back to an earlier step.
+    Ranks on one machine see the same files; each machine has its own. If files have the same name,
+    one of the ranks that see the newest one saves it; older ones may be left from before the job
+    went back to an earlier step.
 
     Args:
         folder: The folder on each rank's disk.
@@ -413,7 +413,7 @@ def _versions(folder: str) -> dict[str, tuple[int, int]]:
     The time is in nanoseconds since 1970, and the size in bytes. Empty if there is no such folder.
 
     Raises:
-        OSError: If the folder is there and can't be listed: its files would be left out.
+        OSError: If the folder exists, but can't be listed: its files would be left out.
     """
     walk = os.walk(folder, onerror=_raise_unless_missing)
     paths = [os.path.join(parent, name) for parent, _, names in walk for name in names]
@@ -432,7 +432,7 @@ def _map_existing(folder: str, names: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def _owners(seen: list[dict[str, tuple[int, int]]]) -> dict[str, int]:
-    """Assigns each file, by turns, to a rank that sees its newest version.
+    """Returns for each file a rank that sees its newest version; such ranks take turns.
 
     ``seen`` has the result of :func:`_versions` of each rank.
     """

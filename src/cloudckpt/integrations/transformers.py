@@ -93,8 +93,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 continues, and the files stay on the local disk. If the ranks lose contact with each
                 other, the error is always raised.
             step_name: The pattern of the checkpoints' folder names.
-            config: Options for saving and loading; None for those given to ``install``, else of
-                the environment.
+            config: Options for saving and loading; None uses those given to ``install``, or
+                else the environment.
 
         Raises:
             ConfigError: If an option is invalid.
@@ -150,7 +150,8 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Records the current step if the Trainer was told to stop training, for the last save.
 
-        With ``enable_jit_checkpoint`` the Trainer then writes a checkpoint without ``on_save``.
+        With ``enable_jit_checkpoint`` the Trainer then writes a checkpoint without calling
+        :meth:`on_save`.
         """
         if control.should_training_stop and self._stopping_step is None:
             self._stopping_step = state.global_step
@@ -345,9 +346,9 @@ class CloudCheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class _NoCopyStager(AsyncStager):
-    """A stager that does not copy, because the files of a checkpoint never change.
+    """A stager that does not copy: a checkpoint's files never change.
 
-    Mapped files stay readable after they are deleted.
+    Files that are mapped into memory stay readable after they are deleted.
     """
 
     _synchronize_after_execute = False
@@ -378,9 +379,10 @@ def _folder(output_dir: str, step: int) -> str:
 
 
 def _best_steps(state: TrainerState) -> list[int | None]:
-    """Returns the two steps that the Trainer's state names as the best; None for a missing one.
+    """Returns the steps of the Trainer's best checkpoint and of its best metric.
 
-    If the Trainer has not saved its best step, it may name the next saved one as the best.
+    Each is None if the Trainer's state lacks it. They may differ if the Trainer has not saved
+    a checkpoint at the step of the best metric.
     """
     folder = os.path.basename(state.best_model_checkpoint or "")
     step = folder.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")

@@ -253,9 +253,10 @@ class BroadcastingTorchSaveReader(OurReader):
     def _room(
         self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...], device: str
     ) -> torch.Tensor:
-        """Returns a tensor of the file on ``device``, in row-major order, to broadcast.
+        """Returns a tensor to broadcast on ``device``, in row-major order.
 
-        On ranks that did not read the file, it is an empty tensor to receive it.
+        On the rank that read the file this is the file's tensor; on the other ranks it is
+        uninitialized, and receives the broadcast.
         """
         stored: torch.Tensor | None = self._content.get(fqn)
         if stored is not None:
@@ -320,7 +321,7 @@ def _batches(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Iter
 def _region(item: ReadItem) -> tuple[slice, ...]:
     """Returns the position of an item's elements in the whole tensor.
 
-    The planner counts offsets within the state dict's chunks, as its metadata has only these.
+    The item has the offset of a chunk of the state dict, and offsets within this chunk.
     """
     begin = item.storage_index.offset or (0,) * len(item.lengths)
     parts = zip(begin, item.storage_offsets, item.lengths, strict=True)
@@ -341,7 +342,7 @@ def check_fillable(tensor: torch.Tensor, name: str, uri: str) -> None:
 
 
 def _why_not_sent(stored: Any, wants_tensor: bool) -> str:
-    """Returns why an entry of the file can't be loaded as planned; empty if it can be."""
+    """Returns why an entry of the file can't be loaded as planned; empty if it can be loaded."""
     if isinstance(stored, torch.Tensor) != wants_tensor:
         wanted = "a tensor" if wants_tensor else "another kind of value"
         return f"is a {type(stored).__name__}, but the state dict has {wanted}: use the file's type"
@@ -364,7 +365,7 @@ def _why_not_sent(stored: Any, wants_tensor: bool) -> str:
 def _by_name(state: Any, uri: str) -> dict[str, Any]:
     """Returns the entries of a nested state by name: the keys down to an entry, joined by dots.
 
-    The entries of the outermost dict, among them whole dicts, are also returned by their own keys.
+    Entries of the outermost dict, whole dicts included, are also returned under their own keys.
 
     Raises:
         CheckpointError: If ``state`` is not a dict, or two of its entries get the same name.

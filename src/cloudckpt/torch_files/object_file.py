@@ -55,7 +55,7 @@ class ObjectFile(io.RawIOBase):
     Attributes:
         info: The size and version of the object when the file was opened.
         failure: The first error or interrupt of a read; None before. Callers written in C++ replace
-            the raised error with their own, so it is kept here.
+            the raised error with their own, so the error is kept here.
     """
 
     def __init__(

@@ -33,16 +33,18 @@ class WrittenFile(io.BufferedIOBase):
     Written bytes are copied, unless ``is_immutable`` says otherwise, and sent in parallel parts.
     The copies use at most ``memory_budget`` bytes of memory. Objects above about 100 GiB may need
     more, because the number of parts is limited and six parts are in memory: 1/1500 of ``expected``
-    if the store allows 10,000 parts. After an error, also one in a ``with`` block, or if the file
-    is dropped without being closed, nothing changes at the key, and the sent parts are deleted (a
-    failure to do so is logged); only if the answer to the last request was lost, the complete new
-    object may exist. Not safe for use from several threads.
+    if the store allows 10,000 parts.
+
+    If an error occurs, also in a ``with`` block, or the file is dropped without being closed,
+    nothing changes at the key, and the sent parts are deleted (a failure to do so is logged). Only
+    if the answer to the last request was lost, the complete new object may exist. Not safe for use
+    from several threads.
 
     Attributes:
         info: The store's information on the object; None until the file is closed.
-        failure: The first error or interrupt; a TransferCancelledError if the file was discarded
-            before any; None before. Callers written in C++ replace the raised error with their own,
-            so it is kept here.
+        failure: The first error or interrupt, or a TransferCancelledError if the file was discarded
+            without an error; None before. Callers written in C++ replace the raised error with
+            their own, so the error is kept here.
     """
 
     def __init__(

@@ -353,9 +353,9 @@ class FileFolders(VisibleFiles):
     # ---- shared
 
     def _object_key(self, key: str) -> str | None:
-        """Returns a random key for a file in a temporary folder, beneath the folder to commit.
+        """Returns a random key, beneath the folder to commit, for a file in a temporary folder.
 
-        None if neither the folder of the file nor that folder's parent is temporary.
+        None if neither the file's folder nor the parent of that folder is temporary.
         """
         *folders, name = key.split("/")
         prefix = self._temporary

@@ -60,7 +60,7 @@ class StoredFile:
     def of_blocks(
         cls, key: str, size: int, algorithm: ChecksumAlgorithm, checksums: tuple[int, ...]
     ) -> StoredFile:
-        """Makes a file from checksums of its blocks, joined until at most 1,024 are left.
+        """Makes a file from its blocks' checksums, combined in pairs until at most 1,024 are left.
 
         Args:
             key: The key of the object.
@@ -77,7 +77,7 @@ class StoredFile:
         return cls(key=key, size=size, blocks=Blocks(algorithm, block, checksums))
 
     def described(self, key: str) -> dict[str, Any]:
-        """Returns the file as a JSON object that names its object ``key``."""
+        """Returns a JSON object that describes the file; ``key`` is the object's key in it."""
         assert self.blocks is not None
         algorithm = self.blocks.algorithm
         return {
