@@ -102,7 +102,8 @@ def begin(
     than this save was not there when the save began, and is a conflict.
 
     Args:
-        look: Requests the commit object from the store.
+        look: Returns the version and age of the commit object, from the store; raises
+            ObjectNotFoundError if there is none.
         key: The key of the commit object.
         uri: The URI of the commit object, for errors.
         overwrite: Whether an existing checkpoint may be replaced.

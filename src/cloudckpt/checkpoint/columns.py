@@ -34,7 +34,7 @@ __all__ = [
 
 
 class NotInColumnsError(ValueError):
-    """Metadata or a plan that columns can't express: wrong numbers, or custom classes or fields."""
+    """Columns can't express metadata or a plan: wrong numbers, or custom classes or fields."""
 
 
 _WIDTHS = (1, 2, 4, 8)  # bytes of a difference

@@ -183,7 +183,7 @@ class CommitObject:
     def check_pickle(self, store: ObjectStore, retrier: Retrier) -> None:
         """Compares torch's pickle, which only other readers need, with its checksum.
 
-        It does nothing if parsing has done so, or if the pickle has no checksum.
+        Nothing is compared if :meth:`parse` has done that, or if the pickle has no checksum.
 
         Raises:
             CheckpointCorruptError: If the pickle is damaged.

@@ -70,7 +70,7 @@ def send(
         stats: Counts the bytes sent.
 
     Raises:
-        TensorChangedError: If a tensor was written to meanwhile.
+        TensorChangedError: If a tensor was written to while its bytes were sent.
         StoreError: If the store refuses or stays unreachable.
     """
     objects: list[_Object] = []

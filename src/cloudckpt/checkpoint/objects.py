@@ -315,8 +315,8 @@ def is_file(look: Callable[[str], ObjectInfo], uri: CheckpointURI) -> bool:
 def beneath(store: ObjectStore, uri: CheckpointURI) -> str:
     """Returns a hint for an error message, which names up to four checkpoints beneath a location.
 
-    It is empty if the first 5000 keys beneath it show no checkpoint, or if listing them fails;
-    nothing is retried.
+    The hint is empty if the first 5000 keys beneath the location show no checkpoint, or if listing
+    them fails; nothing is retried.
     """
     found: set[str] = set()
     seen, top = 0, uri.key("")
@@ -410,7 +410,7 @@ def _listed(
     objects: Collection[WrittenObject],
     retrier: Retrier,
 ) -> set[str]:
-    """Returns the names of those objects that a listing shows with the size that was reported.
+    """Returns the names of the objects that a listing shows with the reported size.
 
     If the store refuses to list them, it logs a warning, and returns an empty set.
 

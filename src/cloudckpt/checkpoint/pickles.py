@@ -48,7 +48,7 @@ def full_name(module: str, name: str) -> str:
 
 
 class UnknownNameError(Exception):
-    """A class or function that is not known as harmless; the message is its name."""
+    """Raised for a class or function not known as harmless; the message is its full name."""
 
 
 class Stub:

@@ -168,7 +168,7 @@ class Structure:
 
 
 class _Branch(dict["str | int", Any]):
-    """A container that is being rebuilt: its entries by torch's path elements."""
+    """The entries of a dict or list that is being rebuilt, by torch's path elements."""
 
     def inner(self, path: Iterable[str | int]) -> _Branch | None:
         """Returns the container at a path, made if it is missing; None if a value is in the way."""

@@ -103,7 +103,7 @@ def declared_shards(tensor: object) -> tuple[Any, ...]:
     """Returns the attributes by which a tensor declares shards, as nested tuples of integers.
 
     Raises:
-        TypeError: If an attribute has other contents.
+        TypeError: If an attribute contains anything but integers.
     """
     return tuple([_numbers(getattr(tensor, name)) for name in _FIELDS])
 
@@ -117,7 +117,7 @@ def _numbers(value: Any) -> Any:
 
 
 def declare_as(made: torch.Tensor, original: torch.Tensor) -> None:
-    """Gives the copy of a tensor the attributes by which the original declares shards, if any."""
+    """Copies the attributes by which a tensor declares shards, if any, to a copy of the tensor."""
     if not declares_shards(original):
         return
     for name in vars(original).keys() & set(_FIELDS):  # a subclass may have the others
@@ -128,7 +128,7 @@ def declare_as(made: torch.Tensor, original: torch.Tensor) -> None:
 
 
 def whole_shape(value: Any) -> tuple[int, ...]:
-    """Returns the shape of a tensor, or of the larger tensor of which it declares to hold parts."""
+    """Returns a tensor's shape, or that of the larger tensor whose parts it declares to hold."""
     return tuple(value.global_shape if declares_shards(value) else value.size())
 
 

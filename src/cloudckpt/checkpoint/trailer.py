@@ -51,11 +51,11 @@ def with_trailer(pickled: bytes | bytearray, body: bytes, notes: bytes) -> list[
 
 
 _PIECE = 64 * 1024 * 1024
-"""Maximum bytes of a request: a wrong size of an object can't cost more memory than that."""
+"""Maximum bytes of a read request, to limit the memory that a wrong object size can cost."""
 
 
 def read_range(store: ObjectStore, info: ObjectInfo, start: int, stop: int) -> bytearray:
-    """Returns bytes ``start`` to ``stop`` of a commit object that still has ``info.version``.
+    """Returns bytes ``start`` to before ``stop`` of a commit object, in version ``info.version``.
 
     Raises:
         CheckpointReplacedError: If the object was replaced or deleted meanwhile.

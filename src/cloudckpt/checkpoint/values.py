@@ -3,8 +3,8 @@
 ``torch.load`` with ``weights_only`` reads most of them. Some more are loaded because rebuilding
 them is harmless: numpy's arrays, scalars and dtypes of plain numbers, texts and times, paths,
 ``datetime``, ``io.BytesIO``, empty ``bytes``, ``frozenset``. They are unpickled into stubs, and
-built only from the arguments with which such a value is pickled: some planners unpickle an accepted
-item once more, without restrictions.
+built if the stubs have the arguments with which Python and numpy pickle such values. Any other
+arguments are refused, as some planners unpickle an accepted item once more, without restrictions.
 """
 
 from __future__ import annotations

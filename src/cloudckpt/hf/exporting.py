@@ -115,7 +115,7 @@ def export_checkpoint(
             leaves all of them out.
         CheckpointExistsError: If ``target`` has a model, and ``overwrite`` is off.
         CheckpointCorruptError: If bytes of the checkpoint are missing or damaged.
-        CheckpointReplacedError: If the checkpoint was replaced meanwhile.
+        CheckpointReplacedError: If the checkpoint was replaced during the export.
         UntrustedPickleError: If another library's metadata, or a tensor that is not stored as plain
             elements, needs code that is not on the allow-list.
         UnsupportedTensorError: If the safetensors format can't represent a tensor.
@@ -252,8 +252,9 @@ def _in_order(
 def _load_by_file(files: Sequence[FilePlan], source: _Source) -> Callable[[int], torch.Tensor]:
     """Returns a function that loads and converts a tensor, given its index in ``source.tensors``.
 
-    It loads and verifies all tensors of a file together, after dropping those of the previous file,
-    and raises a CheckpointReplacedError if the checkpoint was replaced after ``source`` read it.
+    The function loads and verifies all tensors of a file together, after dropping the tensors of
+    the previous file. It raises CheckpointReplacedError if the checkpoint was replaced since
+    ``source`` has read its metadata.
     """
     together = {tensor.name: file.tensors for file in files for tensor in file.tensors}
     loaded: dict[str, torch.Tensor] = {}

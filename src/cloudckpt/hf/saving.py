@@ -84,7 +84,7 @@ def save(
     Raises:
         InvalidURIError: If ``uri`` is not a valid location, or that of a single file.
         CheckpointExistsError: If the folder has a model, and ``overwrite`` is off.
-        CheckpointConflictError: If another writer has written to the folder meanwhile.
+        CheckpointConflictError: If another writer has written to the folder since the save began.
         ConfigError: If ``uri`` is the folder of a run, which can't be a model, too; or if
             ``max_shard_size`` or ``fqn_to_file`` is invalid.
         UnsupportedTensorError: If a value is not a tensor, or of a type that the format lacks.
@@ -255,6 +255,12 @@ class SafetensorsWriter(OurWriter):
 
         All ranks must call it. The result of the future describes the sent parts for
         :meth:`finish`.
+
+        Raises:
+            CloudCheckpointError: If this rank can't open the store or send its parts, or another
+                rank can't open the store.
+            ShapeMismatchError: If the planner resolves a tensor to another shape than planned.
+            UnsupportedTensorError: If a tensor can't be stored.
         """
         task = plan.storage_data
         assert isinstance(task, _Task)
