@@ -194,11 +194,10 @@ class Annex:
 
 
 def _give_back(fd: int, owner: int) -> None:
-    """Closes the file; in the process that made it (``owner``), frees its pages first.
+    """Closes a file of shared memory; the process that made it (``owner``) first frees its pages.
 
-    Else children that were forked in the meantime, such as DataLoader workers, would keep the pages
-    as long as they live, by a mapping and descriptors that they do not use. A child itself frees
-    nothing: the owner still uses the memory.
+    Otherwise children that were forked meanwhile, such as DataLoader workers, would keep the pages
+    as long as they live. A child frees nothing, as the owner still uses the memory.
     """
     if os.getpid() == owner:
         os.ftruncate(fd, 0)
@@ -230,6 +229,10 @@ def _allocate(fd: int, size: int) -> None:
 
 def _check_available(size: int, what: str = "the staged copy") -> None:
     """Checks that this many bytes are available, as the kernel might kill the process otherwise.
+
+    Args:
+        size: The number of bytes.
+        what: What the memory is for, for the message.
 
     Raises:
         StagingMemoryError: If fewer bytes are available.
@@ -314,7 +317,7 @@ def _of_cgroup(limit: str, used: str, stat: str, reclaimable: str) -> int | None
         limit: The content of the file with the limit.
         used: The content of the file with the memory in use.
         stat: The content of ``memory.stat``.
-        reclaimable: The name in it of the bytes of file pages that were not used recently.
+        reclaimable: The entry of ``memory.stat`` that counts the bytes of these file pages.
     """
     files = _numbers(stat).get(reclaimable)
     if files is None or not (limit.strip().isdigit() and used.strip().isdigit()):

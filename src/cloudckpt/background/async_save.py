@@ -28,8 +28,8 @@ __all__ = ["async_save", "close_async_savers"]
 _lock = module_lock()
 # the group itself keeps it alive, since ids may be reused
 _Key = tuple[int, dist.ProcessGroup | None, AsyncCheckpointerType, BackgroundOptions]
-"""The key of a saver: the ID of its process, the group that saves (None: the process alone), the
-kind of checkpointer, and the options.
+"""The key of a saver: the ID of the process that made the saver, the group that saves (None: the
+process alone), the kind of checkpointer, and the options.
 """
 _savers: dict[_Key, AsyncSaver] = {}
 _closing: list[AsyncSaver] = []
@@ -53,11 +53,12 @@ def async_save(
 ) -> SaveFuture | AsyncSaveResponse:
     """Copies the state dict and saves the copy in the background, like torch's ``async_save``.
 
-    The memory of the copy, and the saving process if one is used, are kept for the next call with
-    the same group, type of checkpointer and options, until :func:`close_async_savers` or the end of
-    the interpreter, which waits for saves in progress. A call for the same group with another type
-    or options releases them; the first call with another group releases those of destroyed groups.
-    If a save in progress uses them, a later call releases them. All ranks must make each call.
+    All ranks must make each call. The memory of the copy, and the saving process if one is used,
+    are kept for the next call with the same group, type of checkpointer and options. They are
+    released by :func:`close_async_savers` and at the end of the interpreter, which waits for saves
+    in progress; by a call with another type or options for the same group; and, if the group was
+    destroyed, by the first call with another group. While a save uses them, they stay until a call
+    after its end.
 
     The future reports background failures, on every rank. A staged copy that is still being read is
     never overwritten by the next save: see :class:`~cloudckpt.config.BackgroundOptions` for what
@@ -123,10 +124,9 @@ def async_save(
 def close_async_savers() -> None:
     """Waits for the saves of :func:`async_save`, and releases its memory and processes.
 
-    It waits up to ``BackgroundOptions(patience=...)`` for each. A saving process is then ended,
-    which fails its save; a thread goes on with its save.
-
-    If a call is interrupted, another call finishes the work.
+    It waits up to ``BackgroundOptions(patience=...)`` for each save. After that time, a save in a
+    saving process fails, as the process is ended; a save in a thread goes on. If a call is
+    interrupted, another call finishes the work.
     """
     _retire(lambda group: True)
     with _lock:
@@ -135,7 +135,10 @@ def close_async_savers() -> None:
 
 
 def _retire(is_meant: Callable[[dist.ProcessGroup | None], bool]) -> None:
-    """Moves the savers of selected groups to ``_closing``, so that no later call uses them."""
+    """Moves this process's savers for which ``is_meant(group)`` is true to ``_closing``.
+
+    Later calls then no longer use these savers.
+    """
     with _lock:
         own = [key for key in _savers if key[0] == os.getpid()]  # not a forking parent's
         _closing.extend(_savers.pop(key) for key in own if is_meant(key[1]))

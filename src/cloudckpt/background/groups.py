@@ -39,7 +39,7 @@ class _Kept:
 
     Attributes:
         free: Groups that no saver uses.
-        opened: For each set of ranks, how often savers have opened a group of it.
+        opened: For each set of ranks, how often savers have opened a group of these ranks.
     """
 
     free: list[dist.ProcessGroup] = field(default_factory=list)
@@ -112,9 +112,9 @@ def open_group(
 
 
 def give_back(group: dist.ProcessGroup) -> None:
-    """Keeps a group, unless it was destroyed, for later savers.
+    """Keeps a group for later savers, unless the group was destroyed.
 
-    All its collectives must have ended on this rank.
+    All collectives of the group must have ended on this rank.
     """
     world = dist.group.WORLD
     with _lock:
@@ -128,11 +128,11 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 
 def _new(ranks: tuple[int, ...], most: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Makes a gloo group of ``ranks``, a call that only these ranks have to make.
+    """Makes a gloo group of ``ranks``; a collective call of only these ranks.
 
-    If other ranks of the job are left out, torch names the group by the number of groups that a
-    rank is in, and the name must be the same on all ranks. So a rank that is in fewer than ``most``
-    groups first joins more, each of itself alone.
+    If ``ranks`` are not all ranks of the job, torch names the group by the number of groups that
+    each rank has joined, and the names must agree. So a rank that has joined fewer than ``most``
+    groups first makes further groups, of itself alone.
     """
     is_part = len(ranks) < dist.get_world_size()
     make = functools.partial(
@@ -158,7 +158,7 @@ def _agree(
 ) -> tuple[str, int]:
     """Agrees with the other ranks on a group to reuse.
 
-    A saver may be closed on one rank while another still uses it, or believes it broken.
+    A group that is free on this rank may still be in use, or broken, on another.
 
     Args:
         group: The ranks.
@@ -167,8 +167,8 @@ def _agree(
         timeout: Seconds to wait for the other ranks.
 
     Returns:
-        The name of a group that is free on all ranks, empty without such a group; and the maximum
-        number of groups that a rank is in.
+        The name of a group that is free on all ranks, empty without such a group; and the largest
+        number of groups that any of the ranks has joined.
 
     Raises:
         TimeoutError: If a rank has not replied in time.
@@ -191,8 +191,8 @@ def _agree(
 def _await(store: Store, keys: list[str], timeout: float) -> None:
     """Waits until all keys are in the store.
 
-    The store's own ``wait`` would block the store's client for other threads: the thread that logs
-    missing ranks could not do so, and would be inside the client when the interpreter ends.
+    The store's own ``wait`` is not used: it would block other threads that use the store, such as
+    the one that logs missing ranks.
 
     Raises:
         TimeoutError: If keys are missing after ``timeout`` seconds.

@@ -194,8 +194,8 @@ class ProcessSender:
         """Has the process send the layout's objects; returns them once the store has all of them.
 
         Raises:
-            BaseException: The error with which the layout failed to make its plans, or the process
-                to send the objects.
+            BaseException: An error of the layout when it makes its plans, or of the process when it
+                sends the objects.
             SaveProcessError: If the process can't be started, dies, or sends no heartbeat.
             StagingMemoryError: If there is no memory for bytes outside the arena.
         """
@@ -226,13 +226,19 @@ class ProcessSender:
         return outcome.objects
 
     def settle(self) -> None:
-        """Tells the process, if it was given the save, that the save's outcome is known."""
+        """Tells the saving process, if it was given the save, that the trainer knows the outcome.
+
+        The process then need not finish the save if the trainer ends.
+        """
         if self._sent_by is not None:
             self._sent_by.settle()
 
 
 def _set_timeout(channel: channels.Connection, seconds: float) -> None:
-    """Sets the timeout of each read and write: the other side may stop within a message."""
+    """Sets the timeout of each read and write on a channel, in seconds.
+
+    Otherwise a process that stops within a message would block the other one forever.
+    """
     whole = int(seconds)
     value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
     with as_socket(channel) as end:
@@ -406,27 +412,26 @@ class _Worker:
         )
 
     def settle(self) -> None:
-        """Tells the process that the outcome of the save is known: it need not finish the save."""
+        """Tells the process that the trainer knows the save's outcome: it need not finish it."""
         self.unsettled.clear()
         with contextlib.suppress(OSError):  # it has died, or was ended
             self._channel.send(SETTLED)
 
     def forget(self) -> None:
-        """Drops the process in a child forked from the trainer, as it belongs to the trainer.
+        """Closes the channel in a child forked from the trainer, without ending the process.
 
-        The channel must close when the trainer ends; any other holder would keep it open.
+        The child would otherwise keep the channel open after the trainer has ended.
         """
         self._channel.close()
         self._process.returncode = 0  # otherwise Popen would warn when this object is deleted
 
     def end(self, timeout: float, why: str) -> None:
-        """Ends the process: by request within ``timeout`` seconds, else by force.
-
-        The thread that closes the saver and the thread of a failing save may both call it.
+        """Ends the process; may be called by several threads.
 
         Args:
-            timeout: Seconds.
-            why: The reason, for the saves that fail because of this.
+            timeout: Seconds in which the process may end by itself, after the channel is closed,
+                before it is killed; 0 to kill it at once.
+            why: The reason, for the errors of saves that fail because of this.
         """
         self._ended_for = self._ended_for or why
         with self._ending:
@@ -460,10 +465,9 @@ def _start(fd: int) -> subprocess.Popen[bytes]:
 
 
 def _paths() -> list[str]:
-    """Returns the trainer's module search path, and at its end the folder that has this package.
+    """Returns the trainer's ``sys.path`` for the saving process, plus the folder of this package.
 
-    Relative paths of folders are made absolute: the current folder may have changed since the
-    trainer imported the package.
+    Relative paths of existing folders and files are made absolute.
     """
     own = os.path.abspath(__file__)
     for _ in __name__.split("."):

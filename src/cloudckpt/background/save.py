@@ -62,7 +62,7 @@ class Save:
     """A background save, from the call that starts it to its outcome.
 
     Attributes:
-        number: This save's number in its saver.
+        number: This save's number among those of its saver, from 1.
         where: The destination, as events and errors name it.
         writer: The writer of the checkpoint.
         planner: As in torch.
@@ -73,8 +73,8 @@ class Save:
         copy: The copy, if cloudckpt's stager made it; else None.
         made: The copy that a custom stager has made; else None.
         failure: The error that keeps this rank from taking part in the save; None if it can.
-        is_reported: Whether no later call is to raise the save's failure: one has done so, or only
-            the future reports it.
+        is_reported: Whether no later call raises the save's failure, because a call has raised it
+            already, or only the future reports it.
     """
 
     number: int
@@ -109,7 +109,7 @@ class Save:
     def fail(self, error: BaseException) -> None:
         """Records the error that keeps this rank from taking part in the save.
 
-        ``staged`` fails with it, too, unless it is done.
+        The future ``staged`` also gets this error, unless it is done.
         """
         self.failure = _as_ours(error, self.where)
         if not self.staged.done():
@@ -215,7 +215,7 @@ class Save:
         return metadata
 
     def run(self, carry_out: Callable[[Save], Any]) -> None:
-        """Waits for the copy, saves it by ``carry_out``, and sets the future's outcome."""
+        """Waits for the copy, calls ``carry_out`` to save it, and completes :attr:`written`."""
         own_failure = self.failure
         unsubscribe = subscribe(self.listen, progress=False)
         result, error = self._result_of(carry_out)
@@ -239,7 +239,7 @@ class Save:
         """Waits for the copy and calls ``carry_out``.
 
         Returns:
-            The result and None; or None and the error, if either has failed.
+            The result of ``carry_out`` and None; or None and the error that was raised.
         """
         try:
             unstaged = self.staged.exception()  # waits for the copy
@@ -276,7 +276,7 @@ def _checked(made: Any) -> dict[str, Any]:
 
 
 def _as_ours(error: BaseException, where: str) -> CloudCheckpointError:
-    """Returns an error of cloudckpt itself; for any other, a StagingError caused by it.
+    """Returns an error of cloudckpt unchanged; for any other error, a StagingError caused by it.
 
     Args:
         error: The error.

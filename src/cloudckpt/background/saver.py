@@ -75,10 +75,10 @@ class AsyncSaver:
             options: The options of background saves; default: ``BackgroundOptions()``.
             tells_failures: Whether a save's failure is also raised by the next call of
                 :meth:`save`, on all ranks, besides being set on its future.
-            on_failure: Called by the next :meth:`save`, or by :meth:`wait`, with the numbers of the
-                failed saves and the error, which these then do not raise; only if
-                ``tells_failures``. The arguments are the same on all ranks; if it raises, it must
-                do so on all of them.
+            on_failure: With ``tells_failures``, a function that the next :meth:`save` or
+                :meth:`wait` calls instead of raising the failure of an earlier save. Its arguments
+                are the numbers of the failed saves and the error, the same on all ranks. If it
+                raises an error, it must do so on all ranks.
             have_met: Whether the ranks come straight from a meeting.
 
         Raises:
@@ -150,9 +150,9 @@ class AsyncSaver:
     ) -> Save:
         """Stages a state dict and begins to save the copy; a collective call.
 
-        It returns when the copy is made, or begun if the stager is asynchronous. Before that the
-        ranks meet: if one can't begin, all raise the reason, and nothing is saved. The futures
-        report later failures, on all ranks.
+        It returns when the copy is made, or only begun if the stager is asynchronous. Before the
+        copy the ranks meet: if a rank can't begin, all ranks raise an error, and nothing is saved.
+        The futures report later failures, on all ranks.
 
         Args:
             state_dict: The state dict; the ``state_dict()`` of each ``Stateful`` value is saved.
@@ -210,10 +210,11 @@ class AsyncSaver:
         save: Save,
         stager: AsyncStager | None,
     ) -> None:
-        """Copies the state dict, and queues the save even if that failed: all ranks then fail.
+        """Copies the state dict, and queues the save; if the copy fails, all ranks' saves fail.
 
         Raises:
-            SaveInProgressError: If the previous copy is still used, and there is no ``on_failure``.
+            SaveInProgressError: If a save still reads the previous copy, and there is no
+                ``on_failure``.
             CloudCheckpointError: The error of the save, if the saving thread has ended.
         """
         raised: BaseException | None = None
@@ -240,8 +241,8 @@ class AsyncSaver:
     def _submit(self, save: Save) -> BaseException | None:
         """Queues a save that all ranks have begun for the saving thread.
 
-        If the thread has ended, the save fails: the calling thread then reports that to the other
-        ranks, which would otherwise wait for this one.
+        If the saving thread has ended, the save fails, and the calling thread tells the other
+        ranks, which would otherwise wait for this rank.
 
         Returns:
             The save's error if the thread has ended; else None.
@@ -304,10 +305,10 @@ class AsyncSaver:
         return save
 
     def _meet(self, status: RankStatus, save: Save | None) -> Consensus:
-        """Meets the other ranks until the previous save has ended, or this one is to be skipped.
+        """Meets the other ranks, and decides with them whether this save is skipped.
 
-        With the policy "auto", the ranks meet again and again while a save in progress makes
-        progress: a rank that has sent its part can't see that another is stuck.
+        With ``when_busy="auto"``, they meet repeatedly until the previous save has ended on all
+        ranks, or is stuck on some rank.
 
         Returns:
             The result of the last meeting.
@@ -384,7 +385,7 @@ class AsyncSaver:
         return None if last.is_reported else last
 
     def _stage(self, state: dict[str, Any], save: Save, stager: AsyncStager | None) -> None:
-        """Copies a state dict; a stager that works in the background only begins the copy."""
+        """Copies a state dict, or begins the copy if the stager works in the background."""
         if stager is None:
             assert self._own_stager is not None
             save.copy = self._own_stager.begin(state, self._options.patience)
@@ -437,10 +438,10 @@ class AsyncSaver:
                     give_back(group)
 
     def raise_pending_failure(self) -> None:
-        """Raises the failure of the last save, unless it was raised before.
+        """Raises the failure of the last save, or calls ``on_failure`` if given.
 
-        Does nothing if only the futures report failures (``tells_failures`` is False). If
-        ``on_failure`` was given, it is called instead.
+        Does nothing if the failure was reported before, or if only the futures report failures
+        (``tells_failures`` is False).
 
         Raises:
             CloudCheckpointError: The failure.
@@ -465,7 +466,8 @@ class AsyncSaver:
     def wait(self) -> None:
         """Waits for the last save, and raises its failure, or calls ``on_failure`` if given.
 
-        Returns at once if only the futures report failures, or the failure was raised before.
+        Returns at once if only the futures report failures (``tells_failures`` is False), or the
+        failure was reported before.
 
         Raises:
             CloudCheckpointError: The failure, if no call has raised it yet.
@@ -501,7 +503,7 @@ def _has_ranks() -> bool:
 
 
 def _ended_error(closed: bool, where: str, cause: RuntimeError | None) -> AsyncSaveError:
-    """Returns the error of a save that can't run: the saver was closed, or no thread starts."""
+    """Returns the error of a save that can't run, as the saver is closed or no thread can start."""
     error = AsyncSaveError(
         "no thread can be started for a background save. If the interpreter is shutting down, "
         "start the last save before the script ends, not in an atexit handler; else lower the "

@@ -95,8 +95,8 @@ class Job:
         sizes: Bytes of the arena (the staged copy) and of the annex (other data), whose
             descriptors follow.
         variables: The credential variables of the trainer's environment when it sent the job.
-        pending: The record to leave in the store if the trainer ends before it knows the outcome;
-            :func:`finish` adds how much was sent. None to leave none.
+        pending: A template of the record that :func:`finish` leaves in the store if the trainer
+            ends before it knows the outcome. None to leave no record.
     """
 
     destination: Destination
@@ -125,8 +125,8 @@ class Outcome:
 def as_socket(channel: Connection) -> Iterator[socket.socket]:
     """Yields the channel as a socket, for operations that a ``Connection`` does not have.
 
-    If the program has called ``socket.setdefaulttimeout()``, a new socket object briefly makes the
-    channel itself nonblocking: no other thread may use it meanwhile.
+    No other thread may use the channel at the start of the block: a default timeout of Python's
+    sockets briefly makes the channel nonblocking.
     """
     with socket.socket(fileno=os.dup(channel.fileno())) as end:
         end.setblocking(True)
@@ -137,7 +137,7 @@ class Sending(NamedTuple):
     """A save whose outcome the trainer does not know yet.
 
     Attributes:
-        job: The job that sends it.
+        job: The objects to send.
         stats: The bytes and requests sent so far.
         objects: The objects, once the store has all of them; None before.
     """
@@ -171,11 +171,15 @@ class CurrentSave:
             self._changed.notify_all()
 
     def wait_until_orphaned(self, timeout: float, *, or_sending: bool = False) -> bool:
-        """Waits up to ``timeout`` seconds for :attr:`is_orphaned`, and returns it.
+        """Waits up to ``timeout`` seconds until the trainer has ended or closed the channel.
 
-        With ``or_sending`` it also ends, and returns True, while a save is being sent. A save that
-        was sent completely does not count: the message that the save is settled, and the next save,
-        may wait in the channel.
+        Args:
+            timeout: Seconds.
+            or_sending: Whether to return True also while a save is being sent, though not if all
+                of it was sent.
+
+        Returns:
+            Whether this was so before the timeout.
         """
 
         def is_over() -> bool:
@@ -186,11 +190,11 @@ class CurrentSave:
             return self._changed.wait_for(is_over, timeout)
 
     def wait_until_sent(self, timeout: float) -> Sending | None:
-        """Waits up to ``timeout`` seconds until all of the save was sent, or it has ended.
+        """Waits up to ``timeout`` seconds until all data of the save is sent, or the save is over.
 
         Returns:
-            The save, whether or not it was sent; None if it has ended: it failed, or the trainer
-            knows its outcome.
+            The save, even if the time was too short; None if the save is over, because it failed or
+            the trainer knows its outcome.
         """
         with self._changed:
             self._changed.wait_for(
@@ -200,12 +204,12 @@ class CurrentSave:
 
 
 def finish(current: CurrentSave, limit: float) -> None:
-    """Keeps a record in the store of how far the save of an ended trainer is.
+    """Records in the store how much of a save was sent, after its trainer has ended.
 
-    It does so until another thread has sent all data, or the save fails, which deletes the record.
-    The next training job can commit a save whose data is all sent. Does nothing if no save is in
-    progress, if the save was given no template for the record (``Job.pending``), or if the location
-    already has a checkpoint, which this save may have committed. Errors of the store are logged.
+    The record is updated until another thread has sent all data; the next training job can then
+    commit the save. If the save fails, the record is deleted. Does nothing if no save is in
+    progress, if ``Job.pending`` is None, or if the location already has a checkpoint. Errors of the
+    store are logged.
 
     Args:
         current: The save.
@@ -276,9 +280,10 @@ what is still saved, and once it has ended, this process finishes its work and e
 
 
 def main(channel: Connection) -> None:
-    """Carries out jobs until the trainer ends or closes the channel, and then ends the process.
+    """Sends the trainer's saves until the trainer ends or closes the channel; ends the process.
 
-    Before that it finishes the last job for the next trainer, unless the outcome is settled.
+    If the trainer does not know the outcome of its last save yet, that save is first finished for
+    the next training job; see :func:`finish`.
     """
     for number in _OF_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
@@ -315,8 +320,8 @@ def _next(channel: Connection, current: CurrentSave) -> Job | None:
 def _watch(settings: Settings, speaker: Speaker, current: CurrentSave) -> NoReturn:
     """Sends heartbeats; when the trainer has ended, finishes its save and ends this process.
 
-    The end of the channel does not show that the trainer has ended: children forked from the
-    trainer may hold it open.
+    The process ID of the parent shows that the trainer has ended. The channel does not: children
+    forked from the trainer may hold it open.
     """
     interval = settings.heartbeat_timeout / _BEATS
     pause, last = min(_LOOK, interval), time.monotonic()
@@ -451,7 +456,7 @@ class Speaker:
     Attributes:
         is_awaited: Whether the trainer is waiting for an outcome, and so reading.
         is_stuck: Whether the last ``alive`` message of this job reported no progress.
-        is_heard: Whether the trainer exists; messages are dropped otherwise.
+        is_heard: Whether the trainer still exists; if False, messages are dropped.
     """
 
     def __init__(self, channel: Connection) -> None:

@@ -73,10 +73,10 @@ class StagedState:
 
 
 class _Lease:
-    """A copy's use of the arena, which ends at its release, or when its last tensor is gone.
+    """A staged copy's right to use the arena; ends with the copy's release or its last tensor.
 
-    A token is moved from the queue to the lease, or back, by one call into C, which no interrupt
-    can split: the token is always in one of the two.
+    The right is a token, which is either in a queue or in a lease. One call into C moves the token,
+    so that no interrupt can lose it.
     """
 
     def __init__(self, free: queue.SimpleQueue[None]) -> None:
@@ -100,14 +100,15 @@ class _Lease:
 class Stager(AsyncStager):
     """An ``AsyncStager`` of torch that reuses its memory once no save reads the previous copy.
 
-    The saving process reads the same memory. A staged copy holds it until its last tensor is gone
-    (or, in cloudckpt's own saves, until the save has ended). :meth:`stage` waits for that, so a
-    checkpoint can't mix two steps, which torch's own persistent stager does not prevent.
+    A staged copy holds the memory until its last tensor is gone (or, in cloudckpt's own saves,
+    until the save has ended). :meth:`stage` waits until the memory is free, so a checkpoint can't
+    mix two steps, which torch's own persistent stager does not prevent. A saving process reads the
+    same memory.
 
-    Memory: about one copy of the staged state dict. It is allocated anew when the state dict
-    outgrows it or, if it is above 16 MiB, shrinks below half of it. If tensors are on CUDA, it is
-    pinned unless ``pin_memory`` is False; :meth:`stage` waits for the current stream, which fills
-    it.
+    The memory is about as large as the staged state dict. It is allocated anew if the state dict
+    outgrows it or, above 16 MiB, needs less than half of it. If tensors are on CUDA, the memory is
+    pinned unless ``pin_memory`` is False, and :meth:`stage` waits for the copies on the current
+    stream.
     """
 
     _synchronize_after_execute = False
@@ -289,7 +290,11 @@ class Stager(AsyncStager):
 
 
 def _copy_all(chunks: list[tuple[int, int, int]]) -> None:
-    """Copies memory without the GIL: of each chunk, target address, source address and bytes."""
+    """Copies chunks of memory without the GIL.
+
+    Args:
+        chunks: The target address, source address and number of bytes of each chunk.
+    """
     for target, source, size in chunks:
         ctypes.memmove(target, source, size)
 
@@ -303,7 +308,7 @@ _Path = tuple[Any, ...]
 
 @dataclass(slots=True)
 class Region:
-    """A range of one storage, with all of its bytes that tensors of the state dict use.
+    """A range of one storage that contains all bytes that tensors of the state dict use.
 
     Attributes:
         storage: The storage, kept alive.
@@ -559,7 +564,7 @@ def _own_copy(tensor: torch.Tensor, memo: dict[int, Any], path: _Path) -> torch.
 
 
 def _plain(container: Any, copies: dict[Any, Any]) -> Any:
-    """Returns a container's entries as a dict or list, with the copies of those in ``copies``."""
+    """Returns a container as a dict or list, with the entries in ``copies`` in place of its own."""
     made: Any = dict(container.items()) if isinstance(container, Mapping) else list(container)
     for key, entry in copies.items():
         made[key] = entry
@@ -581,7 +586,7 @@ def _copied(value: Any, memo: dict[int, Any], path: _Path, copies: dict[Any, Any
         copies: The copies of a container's entries, by key or index.
 
     Raises:
-        StagingError: If none of this works.
+        StagingError: If the value can neither be copied nor pickled.
     """
     known = len(memo)
     try:
