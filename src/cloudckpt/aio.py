@@ -34,9 +34,9 @@ __all__ = ["exists", "inspect", "latest", "list_checkpoints", "load_file", "veri
 T = TypeVar("T")
 
 _AT_ONCE = 8
-"""The maximum number of small requests that an event loop sends to a bucket at the same time. Each
-takes a millisecond or more of the GIL, for which the loop competes with all threads: with 16, the
-loop's longest delay was twice as long, and the responses came hardly sooner.
+"""The maximum number of small requests that an event loop sends to a bucket at the same time. With
+16, the loop's longest delay was twice as long, as it competes with the threads of the requests for
+the GIL, and the responses came hardly sooner.
 """
 
 
@@ -141,9 +141,10 @@ _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Gates] = weakref.W
 async def _request(view: View, call: Callable[[View], T], *, is_wide: bool = False) -> T:
     """Runs `call` with `view` in a thread, and returns its result.
 
-    An event loop runs up to eight such calls per bucket and options at a time, or fewer if
-    ``config.connections`` says so; and in addition one call with `is_wide`, which sends several
-    requests at a time itself. If the coroutine is cancelled, the requests are interrupted.
+    An event loop runs up to eight such calls per bucket and options at a time, or
+    ``config.connections`` if that is less. In addition, it runs one call with `is_wide` at a time,
+    which may send several requests at once. If the coroutine is cancelled, the requests are
+    interrupted.
     """
     config = view.config
     most = 1 if is_wide else min(_AT_ONCE, config.requests_at_once)
@@ -155,9 +156,8 @@ async def _request(view: View, call: Callable[[View], T], *, is_wide: bool = Fal
 async def _in_thread(call: Callable[[], T], cancel: Callable[[], Any] = lambda: None) -> T:
     """Returns the result of `call`, run in a new daemon thread.
 
-    If the coroutine is cancelled, it calls `cancel`, and does not wait for the thread. Nor does the
-    interpreter when it exits: it would wait for the threads of an executor, for minutes if a
-    network does not respond.
+    If the coroutine is cancelled, it calls `cancel`, and does not wait for the thread. The
+    interpreter does not wait for the thread either when it exits, unlike for an executor's.
     """
     future: Future[T] = Future()
 

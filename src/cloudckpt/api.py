@@ -212,7 +212,12 @@ def load(
 
 @contextlib.contextmanager
 def _naming(action: str, target: object) -> Iterator[None]:
-    """Adds the action and its location to errors raised in the block, if the location is valid."""
+    """Sets the ``action`` of errors raised in the block, if ``target`` has a valid location.
+
+    Args:
+        action: The start of the text, such as ``save to``; the location follows.
+        target: The location, or an object with a ``checkpoint_id``.
+    """
     try:
         yield
     except CloudCheckpointError as error:
@@ -224,7 +229,7 @@ def _naming(action: str, target: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ToSave:
-    """The writer and planner with which a rank saves; without a planner, it uses cloudckpt's."""
+    """The writer and planner with which a rank saves; None as the planner means cloudckpt's own."""
 
     writer: OurWriter
     planner: SavePlanner | None = None
@@ -232,7 +237,7 @@ class ToSave:
 
 @dataclass(frozen=True)
 class ToLoad:
-    """The reader and planner with which a rank loads; without a planner, it uses cloudckpt's."""
+    """The reader and planner with which a rank loads; None as the planner means cloudckpt's own."""
 
     reader: OurReader
     planner: LoadPlanner | None = None
@@ -321,10 +326,10 @@ def load_prepared(
 
 
 def _prepare_with_content(prepare: Callable[[], T], content: Callable[[], S]) -> tuple[T, S]:
-    """Returns the results of both functions; calls the second even if the first raises.
+    """Returns the results of both functions; calls the second even if the first raises an error.
 
-    ``state_dict()`` of a sharded model may be a collective call: the other ranks would wait for a
-    rank that has left it out because of an invalid location.
+    The second calls ``state_dict()`` methods, which may be collective calls: if a rank left them
+    out, for example because of an invalid location, the other ranks would wait for it.
     """
     try:
         made = prepare()
@@ -467,11 +472,12 @@ def _foreign(storage: object, verb: str, noun: str) -> ConfigError:
 def _after_clean_up(error: BaseException, writer: OurWriter) -> BaseException:
     """Deletes what this rank has sent in a failed save, unless the save may be committed.
 
-    The committing rank knows; another rank can be certain only if the failures of all ranks show
-    it. After an interrupt or an uncertain commit the checkpoint may be visible, or become so.
+    The committing rank knows whether it is; other ranks infer it from the failures of all ranks.
+    After an interrupt or an uncertain commit, the data is kept.
 
     Returns:
-        The error to raise. If the ranks lost each other, it says whether the save is committed.
+        The error to raise: the given one or, if the ranks lost each other, a ProcessGroupError that
+        says whether the save is committed.
     """
     cause, uri, committed = error.__cause__, writer.checkpoint_id, None
     # has the failures of all ranks; None if the error was raised outside of their steps

@@ -62,7 +62,7 @@ class CheckpointerConfig:
         kind: Whether an asynchronous checkpointer sends its saves from a separate process, or from
             a thread of the trainer.
         stager: Copies the state for an asynchronous save; None for cloudckpt's own.
-        planner: Creates the planner, once for all saves.
+        planner: A class or function that creates the planner, called once for all saves.
         commit_hook: Called on the coordinator around each commit.
         trust_pickle: Whether pickles in checkpoints may run arbitrary code.
     """
@@ -93,7 +93,10 @@ def checked(given: object) -> CheckpointerConfig:
 
 
 class ClosedAtExit(ABC):
-    """A context manager that closes on exit; a failure to close does not hide another error."""
+    """A context manager that calls :meth:`close` on exit.
+
+    If the block has raised an error, an error of :meth:`close` is logged, and not raised.
+    """
 
     @abstractmethod
     def close(self) -> None:

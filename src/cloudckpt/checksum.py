@@ -40,8 +40,8 @@ class ChecksumAlgorithm:
 
     Attributes:
         name: The usual name of the algorithm.
-        of: Returns the checksum of a buffer; a second argument is the checksum of the bytes before
-            it, which then count too.
+        of: Returns the checksum of a buffer. With the checksum of the preceding bytes as a second
+            argument, returns the checksum of those bytes and the buffer together.
         joined: Returns the checksum of two adjacent pieces, given both checksums and the length of
             the second in bytes.
         code: The format character of a checksum in :mod:`struct`.

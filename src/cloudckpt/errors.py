@@ -123,8 +123,8 @@ class CloudCheckpointError(Exception):
         message: What failed, why, and what to do.
         uri: The object or checkpoint concerned, without secrets; None if there is none.
         item: The state-dict entry concerned; None if there is none.
-        cause: The text of the underlying error, kept because ``__cause__`` does not survive
-            pickling; None if there is none.
+        cause: The underlying error as text, as ``__cause__`` does not survive pickling; None if
+            there is no such error.
         action: The operation that failed, such as ``save to s3://bucket/run/step-1``; None if
             unknown.
     """

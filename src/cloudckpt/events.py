@@ -136,8 +136,8 @@ def subscribe(listener: Listener, *, progress: bool = True) -> Callable[[], None
 def relay(listener: Listener) -> None:
     """Passes all further events of this process to one function, in place of all other listeners.
 
-    For a process whose events another process reports: a listener in both, such as a log or a span
-    collector, would otherwise get each event twice.
+    A saving process sends its events to the trainer by this. Only the trainer then reports them to
+    the log, OpenTelemetry and other listeners.
     """
     global _relay
     _relay = listener

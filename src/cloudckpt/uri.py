@@ -306,7 +306,7 @@ class CheckpointURI:
     def can_join(self, name: str) -> bool:
         """Returns whether the location of the folder `name` beneath this one is valid.
 
-        The name of a folder on a disk may have "?" and "#", which a URI does not.
+        For example, "?" and "#" are valid in the name of a folder on a disk, but not in a URI.
         """
         return self.accepts(f"{self.prefix if self.scheme == 'file' else self}/{name}")
 
@@ -364,10 +364,10 @@ def _absolute(path: str) -> str:
 
 
 def text_of(location: object) -> str | None:
-    """Returns the text of a string or path object; None for other objects and for paths in bytes.
+    """Returns a location as text; None if the object is no location, or a path in bytes.
 
-    Of an object of any class whose ``str()`` is a URI, that URI is returned: the file system path
-    of another library's path object may be that of a local copy.
+    A location is a string, an object of any class whose ``str()`` is a URI, such as the path
+    object of a library for cloud storage, or an ``os.PathLike``.
     """
     if isinstance(location, str):
         return str.__str__(location)  # the value of a member of a string enum

@@ -20,7 +20,7 @@ __all__ = ["FIRST_LINE", "LONGEST_SILENCE", "Waiting", "current", "is_stuck"]
 logger = logging.getLogger("cloudckpt")
 
 FIRST_LINE = 10.0
-"""Seconds that an operation has to take, or not to move a byte, before a line is logged."""
+"""Seconds after which a line is logged for an operation that fails, or that moves no byte."""
 LONGEST_SILENCE = 60.0
 """The longest pause between two log lines, in seconds. The first pause is 10 seconds; each further
 one is twice as long as the pause before, up to this length.
@@ -73,9 +73,8 @@ class Waiting:
     def failed(self, why: object, *, left: float, pause: float) -> None:
         """Notes a failed try, and logs it if the operation has taken ``FIRST_LINE`` seconds.
 
-        It is also logged if the pause before the next try is at least that long: nothing can be
-        logged during the pause. In both cases nothing is logged if the last line is too recent
-        (``LONGEST_SILENCE``).
+        It also logs the try if the pause before the next one is at least that long. It logs nothing
+        if the pause between log lines is not over yet; see :data:`LONGEST_SILENCE`.
 
         Args:
             why: The error, or a text that describes it.
@@ -93,7 +92,7 @@ class Waiting:
     def is_silent(self, seconds: float) -> None:
         """Notes that the try under way has moved no byte for `seconds`.
 
-        It is logged if these are at least ``FIRST_LINE``, unless a line was logged shortly before.
+        It logs this from ``FIRST_LINE`` seconds on, unless the pause between log lines is not over.
         """
         if seconds >= FIRST_LINE:
             _lines.failing(self)
@@ -132,7 +131,15 @@ class _Lines:
         self._interval = FIRST_LINE
 
     def begin(self, waiting: Waiting, now: float) -> int | None:
-        """Returns how many other operations wait, if a line is due now; else None."""
+        """Registers a waiting operation, and decides whether to log a line about it now.
+
+        Args:
+            waiting: The operation.
+            now: The time, by the clock of the operations.
+
+        Returns:
+            The number of other operations that wait, if a line is due; else None.
+        """
         with self._lock:
             if waiting.is_over:
                 return None
