@@ -53,7 +53,8 @@ class Finding:
             ``endpoint``: ``endpoint`` and ``region``. ``connection``: ``seconds`` (the response
             time) and ``skew_seconds`` (how far this machine's clock is ahead, or None).
             ``checksums``: ``checksum``. ``speed``: ``up`` and ``down`` (bytes per second). Empty
-            for all other checks, and for a check that ended in an error.
+            for all other checks, and for a check that was skipped, ended in an error, or does not
+            apply, such as the endpoint of a local path.
     """
 
     check: str = ""
