@@ -301,7 +301,7 @@ def test_closing_ends_a_save_that_takes_too_long(shaky, gate):
     other.close()
     error = future.exception(PATIENCE)
     assert isinstance(error, SaveProcessError)
-    assert "because the saver was closed" in str(error)
+    assert "because the checkpointer was closed" in str(error)
     assert "did not read" not in str(error)
     assert eventually(lambda: not is_running(pid))
     assert ".metadata" not in shaky.names()

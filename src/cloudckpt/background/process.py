@@ -116,7 +116,7 @@ class SaveProcess:
             self._closed = True
             worker = self._worker
         if worker is not None:
-            worker.end(timeout, "the saver was closed")
+            worker.end(timeout, "the checkpointer was closed")
             self._worker = None  # not before: after an interrupt, the next call ends it
 
     def worker(self) -> _Worker:
@@ -127,7 +127,7 @@ class SaveProcess:
         """
         with self._lock:
             if self._closed:
-                raise SaveProcessError("the saver was closed, so it can't save: make a new one")
+                raise SaveProcessError("the checkpointer was closed: make a new one")
             if self._worker is None or not self._worker.is_alive:
                 self._worker = None
                 self._worker = _Worker(self._options)

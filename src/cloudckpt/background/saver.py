@@ -511,7 +511,7 @@ def _ended_error(closed: bool, where: str, cause: RuntimeError | None) -> AsyncS
         cause=cause,
     )
     if closed:
-        error = ClosedError("the saver was closed, so it can't save: make a new one")
+        error = ClosedError("the checkpointer was closed: make a new one")
     error.uri, error.__cause__ = where or None, cause
     return error
 

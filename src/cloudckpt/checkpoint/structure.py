@@ -342,8 +342,8 @@ def _check(value: Any, path: tuple[Any, ...], around: set[int], seen: dict[int, 
         if id(entry) in around or len(at) > _LEVELS:
             where = f"state_dict{shown(at[:8])}{'[...]' if len(at) > 8 else ''}"
             raise UnsupportedValueError(
-                f"{where} contains itself, or has more than {_LEVELS} levels: leave it out of the "
-                "state dict, or wrap it in an object of your own class, which is pickled whole",
+                f"{where} contains itself, or has more than {_LEVELS} levels: leave it out, or "
+                "wrap it in an object of a class that torch.serialization.add_safe_globals knows",
                 item=".".join(map(str, at[:8])),
             )
         around.add(id(entry))

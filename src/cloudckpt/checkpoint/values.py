@@ -144,8 +144,8 @@ def load_item(
             load_item(data, item, uri)  # raises, too, if the item itself can't be read
             raise CheckpointError(
                 f"{item} contains tensors that can't be put onto their device: this machine lacks "
-                "it, or its memory is full. Load the whole checkpoint by "
-                'make_sync_checkpointer().load(uri, default_map_location="cpu")',
+                "it, or its memory is full. Use load(uri, default_map_location='cpu') of "
+                "cloudckpt.checkpointer.make_sync_checkpointer()",
                 uri=uri,
                 item=item,
                 cause=exc,

@@ -62,7 +62,7 @@ def _print_notes(contents: "CheckpointContents", items: "tuple[StoredItem, ...]"
     for uri, nbytes in contents.shared.items():
         print(f"{Size(nbytes)} are shared with {safe(uri)}: run cloudckpt unshare before a move.")
     if not contents.has_checksums:
-        print("The checkpoint has no checksums, as another program has saved it.")
+        print("There are no checksums: these are safetensors, or files of another program.")
     if contents.notes.step is not None:
         print(f"step {contents.notes.step}")
     for name, value in contents.notes.metrics.items():

@@ -105,8 +105,8 @@ def copy_claim(origin: Run, goal: Run, *, may_mix: bool) -> None:
     try:
         if theirs is not None and "copied" not in theirs.document:
             raise CheckpointConflictError(
-                f"a job saves into the target ({theirs.process}): copy to an empty folder, or "
-                "replace its steps of the same numbers with overwrite=True (--overwrite)",
+                f"another job has saved into the target ({theirs.process}); overwrite=True "
+                "(--overwrite) replaces its steps of the same numbers",
                 uri=str(goal.root),
             )
         if ours is not None:
@@ -115,9 +115,9 @@ def copy_claim(origin: Run, goal: Run, *, may_mix: bool) -> None:
         if isinstance(error, CheckpointConflictError) and not may_mix:
             raise
         logger.warning(
-            "%s: the list of the copied run's jobs can't be written here, so restore() skips the "
-            "copied steps of jobs that the list here lacks (they count as abandoned). Copy the run "
-            "to an empty folder that you may write to: %s",
+            "%s: the list of the copied run's jobs was not written here, so restore() skips the "
+            "copied steps of jobs that the list here lacks (they count as abandoned). To avoid "
+            "this, copy the run to an empty folder that you may write to. The cause: %s",
             goal.root,
             error,
         )

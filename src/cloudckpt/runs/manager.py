@@ -228,7 +228,7 @@ class CheckpointManager(ClosedAtExit):
         """
         if self._retention.best_metric is None:
             raise ConfigError(
-                "best_step() needs a metric to compare: pass best_metric= to the manager",
+                "best_step() needs a metric: pass best_metric= and best_mode= to the manager",
                 uri=str(self._run.root),
             )
         best = self._meeting.broadcast_from_first(lambda: best_step(self._run, self._retention))

@@ -108,9 +108,9 @@ class Preemption:
         """
         if self._signals and threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "a signal that announces the end of the job is not noticed, because signals can "
-                "only be handled in the main thread: save from the main thread, or pass "
-                "Preemption(is_due=...) or Preemption(deadline=...)"
+                "signals that announce the end of the job are not noticed, as only the main thread "
+                "can handle them: create the manager there and save there, or pass "
+                "Preemption(signals=[], is_due=...) or deadline=..."
             )
             return
         for number in self._signals:

@@ -117,8 +117,8 @@ class LocalStore(ObjectStore):
                     continue
                 return Upload(key, str(temporary), part_size), file
         raise InvalidRequestError(
-            "this file's folder is deleted each time it was made, or the file system can't create "
-            "files in it: find out what deletes it, or choose another location",
+            "another program deletes this file's folder each time it is made, or the file system "
+            "can't create files in it: find out which, or choose another location",
             uri=self.uri(key),
             certain=True,
         )

@@ -126,7 +126,7 @@ class WrittenFile(io.BufferedIOBase):
         if self._at + view.nbytes > self._most:
             raise InvalidRequestError(
                 f"the object exceeds {self._most} bytes, the limit with parts of this size: set a "
-                "larger Config.memory_budget, and a larger part_size if that option is set",
+                "larger Config.part_size, and a memory_budget of at least six times that",
                 uri=self._uri,
             )
         if view.nbytes >= _UNCOPIED and self._is_immutable(view):

@@ -279,11 +279,11 @@ class _Tokens:
 
     def _not_found(self, exc: Exception) -> CredentialsError:
         return CredentialsError(
-            f"no Azure credentials were found{self._note}: neither "
+            f"no valid Azure credentials were found{self._note}: neither "
             "AZURE_STORAGE_CONNECTION_STRING, nor an account key (AZURE_STORAGE_KEY, "
             "AZURE_STORAGE_ACCOUNT_KEY) or shared access signature (AZURE_STORAGE_SAS_TOKEN), "
             "nor a token by azure-identity (AZURE_CLIENT_ID and related variables, workload "
-            "identity, managed identity, 'az login'); set one of them",
+            "identity, managed identity, 'az login'); set or correct one",
             uri=self._uri,
             cause=excerpt(str(exc), most=_LONGEST_TEXT),  # a line per source
             certain=True,
