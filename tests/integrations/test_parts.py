@@ -2,6 +2,7 @@ import contextlib
 import os
 import random
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -24,6 +25,7 @@ from cloudckpt.integrations.lightning_state import FabricOnStores, PluginOnStore
 from cloudckpt.integrations.saves import Saves
 from cloudckpt.integrations.state import (
     Parts,
+    is_sharded,
     map_files,
     map_files_of_ranks,
     pickle_values,
@@ -170,6 +172,7 @@ def _save_averages(folder: Path) -> list[float]:
         mesh = init_device_mesh("cpu", (2,))
         return {"weight": distribute_tensor(values, mesh, [Shard(0)]), "updates": int(values[-1])}
 
+    assert not is_sharded(Mock())  # as a configuration that has every attribute
     strategy, model = _Strategy(), torch.nn.Linear(1, 1)
     values = {"step": 1, "averages": averages(torch.arange(4.0))}
     with pytest.raises(UnsupportedTensorError):  # the Trainer gives no tensors to load them into

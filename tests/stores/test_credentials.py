@@ -11,6 +11,7 @@ import traceback
 import urllib.parse
 import urllib.request
 import uuid
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -375,7 +376,10 @@ class Key:
         return ("one",)
 
 
-def test_issued_credentials_that_fail_before_a_first_success_are_tried_again():
+def test_issued_credentials_that_fail_before_a_first_success_are_tried_again(monkeypatch):
+    """Also while the interpreter shuts down, when no thread starts."""
+    stopped = Mock(side_effect=RuntimeError("can't create new thread at interpreter shutdown"))
+    monkeypatch.setattr(threading.Thread, "start", stopped)
     key = Key()
     credentials = Credentials(lambda: key, lambda error: error)
     key.failure = CredentialsError("the service refuses")

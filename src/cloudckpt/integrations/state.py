@@ -273,7 +273,8 @@ def entries_of_rank(state: Mapping[str, Any]) -> dict[str, PerRank[Any]]:
 def is_sharded(value: object) -> bool:
     """Returns whether a value holds a DTensor, or a ShardedTensor, which has ``local_shards``."""
     leaves = torch.utils._pytree.tree_leaves(value)
-    return any(isinstance(leaf, DTensor) or hasattr(leaf, "local_shards") for leaf in leaves)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return any(isinstance(one, DTensor) or hasattr(one, "local_shards") for one in tensors)
 
 
 def pickle_values(values: Mapping[str, Any], item: str, uri: str, config: Config) -> io.BytesIO:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import threading
@@ -129,7 +130,8 @@ class SharedCall(Generic[T]):
             if self._ended <= asked:
                 late = threading.Timer(waiting.FIRST_LINE, _tell, [waiting.current()])
                 late.daemon = True
-                late.start()
+                with contextlib.suppress(RuntimeError):  # the interpreter shuts down: no log line
+                    late.start()
                 try:
                     self._outcome = self._call()
                 except Exception as exc:  # noqa: BLE001 - SDKs raise whatever their sources do
