@@ -306,7 +306,7 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
         for one in [path] if isinstance(path, str) else path:
             if not recursive or maxdepth is not None:
                 for found in reversed(self.expand_path(one, recursive, maxdepth)):
-                    if not recursive or self.isfile(found):  # a folder is no object
+                    if not recursive or self.info(found)["type"] == "file":  # a folder is no object
                         self.rm_file(found)
                 continue
             keys = [found.key for found in self._listed(one)]

@@ -86,34 +86,30 @@ def _put_claim(run: Run, document: Mapping[str, Any], seen: Owner | None) -> str
         raise _taken(run, run.owner()) from error
 
 
-def copy_claim(origin: Run, goal: Run, *, may_mix: bool) -> None:
+def copy_claim(origin: Run, goal: Run) -> bool:
     """Copies the claim of a run to its copy, so that both have the same line.
 
     An earlier copy of the claim is replaced: it does not name the jobs that have claimed the source
-    since. If the store denies the write, or with ``may_mix`` a job has claimed the target itself, a
-    warning is logged. Does nothing if the target has a claim of the same job.
+    since. If another job has claimed the target itself, or the store denies the write, a warning is
+    logged. Does nothing if the target has a claim of the same job.
+
+    Returns:
+        Whether another job has claimed the target, so that its steps belong to another training.
 
     Raises:
-        CheckpointConflictError: If a job has claimed the target itself, unless ``may_mix`` is
-            set: the copy would replace steps of that job's training.
         ConfigError: If the target's store does not support conditional writes.
         StoreError: If a store refuses or stays unreachable.
     """
     ours, theirs = origin.owner(), goal.owner()
     if ours is not None and theirs is not None and theirs.job == ours.job:
-        return
+        return False
     try:
         if theirs is not None and "copied" not in theirs.document:
-            raise CheckpointConflictError(
-                f"another job has saved into the target ({theirs.process}); overwrite=True "
-                "(--overwrite) replaces its steps of the same numbers",
-                uri=str(goal.root),
-            )
+            raise CheckpointConflictError(f"{theirs.process} has saved into the target itself")
         if ours is not None:
             _put_claim(goal, {**ours.document, "copied": True}, theirs)
+        return False
     except (AccessDeniedError, CheckpointConflictError) as error:
-        if isinstance(error, CheckpointConflictError) and not may_mix:
-            raise
         logger.warning(
             "%s: the list of the copied run's jobs was not written here, so restore() skips the "
             "copied steps of jobs that the list here lacks (they count as abandoned). To avoid "
@@ -121,6 +117,7 @@ def copy_claim(origin: Run, goal: Run, *, may_mix: bool) -> None:
             goal.root,
             error,
         )
+        return isinstance(error, CheckpointConflictError)
 
 
 def _taken(run: Run, by: Owner | None) -> CheckpointConflictError:

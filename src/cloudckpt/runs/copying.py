@@ -67,9 +67,9 @@ def copy(
     fails or is interrupted deletes the objects that it has written.
 
     Of a run, each folder with a committed checkpoint is copied to a folder of the same name. The
-    run's claim, which decides which steps are abandoned, is copied, too. If a job has claimed the
-    target itself, nothing is copied unless ``overwrite`` is given or ``Config.overwrite`` is off;
-    its claim stays, with a warning. Uncommitted checkpoints and other files are not copied.
+    run's claim, which decides which steps are abandoned, is copied, too. If another job has claimed
+    the target itself, its claim stays, with a warning, and none of its steps are replaced unless
+    ``overwrite`` is True. Uncommitted checkpoints and other files are not copied.
     A damaged checkpoint is skipped, and reported at the end. A checkpoint that is deleted during
     the copy, for example by the retention of a running job, is left out and logged. A checkpoint
     that the target already has, with equal checksums, is not copied again, so the same call
@@ -109,8 +109,7 @@ def copy(
             if the source is a run and the target a checkpoint.
         CheckpointCorruptError: If the source is damaged; a damaged checkpoint is not visible at the
             target.
-        CheckpointConflictError: If another writer has written to the target meanwhile; or if a job
-            has claimed the target, and the copy of a run would replace its steps unasked.
+        CheckpointConflictError: If another writer has written to the target meanwhile.
         CommitUnknownError: If the store does not say whether the commit took place.
         CheckpointReplacedError: If the source was replaced meanwhile, again and again.
         StoreError: If a store refuses or stays unreachable.
@@ -127,8 +126,9 @@ def copy(
     )
     copies = meeting.broadcast_from_first(lambda: _copies(origin, goal, step_name))
     if copies[0].source != origin.root:  # the source is a run
-        may_mix = overwrite is not None or not goal.config.overwrite
-        meeting.broadcast_from_first(lambda: copy_claim(origin, goal, may_mix=may_mix))
+        is_taken = meeting.broadcast_from_first(lambda: copy_claim(origin, goal))
+        keeps = is_taken and overwrite is None
+        goal = Run(goal.root, config=replace(goal.config, overwrite=False)) if keeps else goal
     share = copies[meeting.rank :: meeting.size]
     of_all = meeting.gathered(lambda: _carry_out(share, origin, goal, Progress(progress)))
     copied = sum((one for one, _ in of_all), Copied())
