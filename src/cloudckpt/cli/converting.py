@@ -66,7 +66,7 @@ def convert(
 
 
 def _wanted(source_kind: Kind, target: str, to: Kind | None) -> Kind:
-    """Decides whether a checkpoint or a ``torch.save`` file is written.
+    """Returns whether to write a checkpoint (``dcp``) or a ``torch.save`` file (``torch``).
 
     Raises:
         typer.BadParameter: If neither ``to`` nor the name of the target decides, or a file would be

@@ -41,7 +41,7 @@ def safe(text: str) -> str:
 
 
 def print_json(document: Any) -> None:
-    """Prints the result of a command as JSON; values that JSON has no type for, as text."""
+    """Prints the result of a command as JSON; values of types that JSON lacks become text."""
     print(json.dumps(_strict(document), indent=2, default=str, allow_nan=False))
 
 

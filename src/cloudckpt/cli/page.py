@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["page"]
 
 _MOST = 20_000
-"""The maximum number of entries shown, the largest ones: a browser draws them in a second."""
+"""How many of the largest entries the page shows: a browser draws so many in a second."""
 
 
 def page(contents: CheckpointContents) -> str:

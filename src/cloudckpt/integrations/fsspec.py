@@ -106,6 +106,11 @@ class _StoreFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
         A bucket is always described as a folder.
 
+        Returns:
+            ``name``, ``size`` in bytes (0 for a folder) and ``type`` (``"file"`` or
+            ``"directory"``); for a file also ``version`` and, if the store reports it, ``mtime`` in
+            seconds since 1970.
+
         Raises:
             FileNotFoundError: If there is neither a file nor a folder.
             StoreError: If the store refuses or stays unreachable.

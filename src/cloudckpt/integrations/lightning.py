@@ -126,7 +126,7 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         last = self.CHECKPOINT_NAME_LAST
 
         def age(one: CheckpointSummary) -> tuple[float, bool, int]:
-            """Returns a sort key: time, then whether it is the "last" copy, then step.
+            """Returns a sort key: time, then whether the checkpoint is the "last" copy, then step.
 
             Stores report times in whole seconds; Lightning writes the copy after the checkpoint.
             """

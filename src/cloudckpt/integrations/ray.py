@@ -44,12 +44,12 @@ _OURS = "py::fsspec+"
 
 
 def storage(uri: URILike, config: Config | None = None) -> dict[str, Any]:
-    """Returns Ray's storage options for a folder, for ``RunConfig(**storage("s3://bucket/runs"))``.
+    """Returns ``storage_path`` and ``storage_filesystem`` for Ray's ``RunConfig``, as a dict.
 
-    Ray also works with ``storage_path="s3://bucket/runs"``, through pyarrow. With this function it
-    reads, writes and deletes through cloudckpt: with the same credentials, endpoints and retries.
-    The deletion of a checkpoint then begins with its commit object, so that a reader never sees a
-    partly deleted checkpoint.
+    Use it as in ``RunConfig(**storage("s3://bucket/runs"))``. Ray then reads, writes and deletes
+    through cloudckpt: with the same credentials, endpoints and retries. The deletion of a
+    checkpoint begins with its commit object, so a reader never sees a partly deleted checkpoint.
+    With ``storage_path="s3://bucket/runs"`` alone, Ray works, too, but through pyarrow.
 
     Args:
         uri: The folder of the runs, for example ``s3://bucket/runs``.

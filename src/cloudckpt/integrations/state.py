@@ -127,7 +127,7 @@ class Parts:
             trust_pickle: Whether pickles in the checkpoint may run any code.
 
         Returns:
-            The loaded values of ``others``, and the loaded state dict of each model.
+            By name, the loaded values of ``others`` and the loaded state dict of each model.
 
         Raises:
             MissingKeyError: If ``strict``, and the checkpoint lacks a model or an optimizer.

@@ -398,9 +398,9 @@ class StepsInUse:
 
     @contextlib.contextmanager
     def deleted(self, step: int) -> Iterator[bool]:
-        """Yields whether a step may be deleted: whether it is not in use.
+        """Yields whether a step may be deleted: True if nothing is saving or loading it.
 
-        If it may, saves and loads of the step wait until the block ends.
+        If True, saves and loads of the step wait until the block ends.
         """
         with self._changed:
             is_free = not self._used[step]

@@ -99,7 +99,7 @@ class Schedule:
     def _answers(self, step: int) -> tuple[bool, bool]:
         """Returns whether the job is about to end, and whether a save is due by the clock.
 
-        All ranks are asked, once a step.
+        The first call for a step is a collective; further calls return the same result.
         """
         self.watch()
         if self._asked is None or self._asked[0] != step:

@@ -210,7 +210,7 @@ class _Sweep:
 
         Args:
             folder: The key of the folder.
-            left: The old objects in it that its own checkpoint does not name.
+            left: The old objects in the folder that the folder's own checkpoint does not name.
             named: The keys that all checkpoints of the run need.
             limit: Objects written at this time or before are old, in seconds since 1970.
         """

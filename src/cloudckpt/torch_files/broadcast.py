@@ -139,7 +139,9 @@ class BroadcastingTorchSaveReader(OurReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Reads the file, and chooses the entries to broadcast; on the reading rank only.
+        """Reads the file, and adds the list of entries to broadcast to the ranks' plans.
+
+        Called on the reading rank only.
 
         Raises:
             CheckpointNotFoundError: If the file does not exist.

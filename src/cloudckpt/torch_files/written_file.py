@@ -178,7 +178,7 @@ class WrittenFile(io.BufferedIOBase):
     def _end(self, error: BaseException | None = None) -> None:
         """Completes the upload, or aborts it if an error is given.
 
-        Keeps the error in ``failure``. A second call does nothing, nor one in a forked child.
+        Keeps the error in ``failure``. A second call, or a call in a forked child, does nothing.
         """
         upload, self._upload = self._upload, None
         if upload is None or self._process != os.getpid():  # a forked child lacks the threads
