@@ -98,7 +98,7 @@ class SaveProcess:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the process has a job without progress, since its store fails or is silent."""
+        """Whether the process makes no progress with a save, as the store fails or is silent."""
         worker = self._worker
         return worker is not None and worker.is_busy and worker.is_stuck
 

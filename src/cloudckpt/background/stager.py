@@ -47,7 +47,7 @@ _CHUNK = 16 * 1024 * 1024
 _WORTH_THREADS = 32 * 1024 * 1024
 """Minimum bytes of a copy that is divided between threads."""
 _SHRINK = 2
-"""An arena of more than this many times the size needed, and of over 16 MiB, is replaced."""
+"""An arena above 16 MiB is replaced if it is more than this many times as large as needed."""
 
 
 @dataclass

@@ -228,9 +228,9 @@ class Content:
         value.all = {int(of_rank[1]): loaded[of_rank[0]] for of_rank in matches}
 
     def fit(self, metadata: Metadata, ranks: int, uri: str) -> None:
-        """Changes :attr:`state` to ask for the ``PerRank`` values that the checkpoint has.
+        """Prepares a load: :attr:`state` gets an entry for each ``PerRank`` value to be loaded.
 
-        :class:`PerRank` says which of them each rank loads.
+        These are saved values of this rank or of all ranks, see :class:`PerRank`.
 
         Args:
             metadata: The metadata of the checkpoint.

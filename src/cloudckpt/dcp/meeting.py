@@ -102,9 +102,9 @@ class RankStatus(NamedTuple):
         location: The location of the save or load, which must be the same on all ranks; empty if it
             may differ.
         options: Other settings that must be the same on all ranks, each as ``name=value``.
-        is_busy: Whether one of its saves is in progress.
+        is_busy: Whether an earlier save of the rank is in progress.
         is_stuck: Whether that save makes no progress because the store fails or does not answer.
-        plan: The number of its plan for the save; or ``PLAN_ANEW`` or ``PLAN_EACH_TIME``.
+        plan: The number of the rank's plan for the save; or ``PLAN_ANEW`` or ``PLAN_EACH_TIME``.
         version: The version of this package, which must be the same on all ranks.
     """
 
@@ -174,10 +174,10 @@ class Consensus:
 
     @property
     def plan(self) -> int:
-        """The number of the plan that all ranks have.
+        """The number of the plan that all ranks have in common.
 
-        ``PLAN_EACH_TIME`` if some rank plans every save; else ``PLAN_ANEW`` if ranks have no plan
-        or different ones.
+        It is ``PLAN_EACH_TIME`` if some rank plans every save; otherwise ``PLAN_ANEW`` if the ranks
+        have no common plan.
         """
         plans = {one.plan for one in self.statuses}
         if PLAN_EACH_TIME in plans:

@@ -362,7 +362,7 @@ _lock = module_lock()
 
 
 def find(key: PlanKey) -> KnownPlan | None:
-    """Returns the plan that is kept under a key, or None."""
+    """Returns the kept plan with this key; None if no such plan is kept."""
     with _lock:
         return next((plan for plan in _plans if plan.key == key), None)
 

@@ -92,7 +92,7 @@ class Contents:
 
     @property
     def references(self) -> tuple[WrittenObject, ...]:
-        """The objects of other checkpoints that hold the items found so far."""
+        """The objects of other checkpoints that hold the items that :meth:`known` has found."""
         return tuple(self._base.objects[number] for number in self._numbers) if self._base else ()
 
     def extents(self, places: Extents, own: int) -> Extents:

@@ -103,7 +103,8 @@ class Report(NamedTuple):
     Attributes:
         record: The record of the written items.
         indices: The indices of the items, in the plan's order.
-        copies: The digests of all items that it has; empty if the ranks do not compare them.
+        copies: The digests of all items that the rank has, even if another rank writes them; empty
+            if the ranks do not compare them.
     """
 
     record: Record
