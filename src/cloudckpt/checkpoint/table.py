@@ -90,9 +90,9 @@ class Entry(NamedTuple):
     Attributes:
         form: The form of the tensor or value.
         count: How many chunks the tensor has; 1 for a value.
-        first: The row of the first chunk, or of the value.
-        place: The number of the first chunk among the chunks of all tensors with as many
-            dimensions; 0 for a value.
+        first: The row of the first chunk, or of the value, in the table.
+        place: The row of the first chunk in ``Table.chunks[form.dims]``, which has the chunks of
+            all tensors with that number of dimensions; 0 for a value.
     """
 
     form: Form

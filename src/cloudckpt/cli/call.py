@@ -251,6 +251,6 @@ def _of_store(given: Mapping[str, Any], **wanted: str | None) -> dict[str, Any]:
     fitting = [cloud for cloud in clouds if all(hasattr(_OPTIONS[cloud], name) for name in options)]
     if len(fitting) != 1:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
-        why = "several clouds; set CLOUDCKPT_* instead" if fitting else "no cloud with such options"
+        why = "several clouds; set CLOUDCKPT_* instead" if fitting else "no cloud with all of them"
         raise typer.BadParameter(f"leave out {names}: the locations are in {why}")
     return {fitting[0]: _OPTIONS[fitting[0]](**options)}

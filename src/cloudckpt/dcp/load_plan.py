@@ -456,7 +456,7 @@ def table_of(metadata: Metadata, uri: str) -> Table:
         return table_of_metadata(Metadata(metadata.state_dict_metadata))
     except NotInColumnsError as exc:
         raise CheckpointError(
-            "the metadata is damaged, or has classes or values that torch's does not have: load "
+            "the metadata is damaged, or has classes or values that torch's metadata lacks: load "
             "it with the package that saved it, and save it again; or load an older checkpoint",
             uri=uri,
             cause=exc,

@@ -1,11 +1,11 @@
 """Divides the bytes of a model's files among the ranks, and sends them.
 
-A file is cut at the borders of shards into extents, each at least as large as the smallest part of
-an upload. A rank that has one of the largest shards of an extent sends it, straight from the memory
-of its tensors. Before that, the other ranks hand over their shards of the extent, in rounds of all
-ranks; a tensor whose shards are not ranges of the file, such as columns, is put together in memory.
-A store that needs parts of one size gets each file from one rank, and the other ranks hand their
-shards to that rank.
+A file is cut at the borders of shards into extents. Each of them but the last has at least the
+bytes that the store demands of a part. One of the ranks with the largest shards of an extent
+uploads the extent, so that most bytes are sent straight from tensor memory. Before that, the other
+ranks send their shards of the extent to that rank, in rounds in which all ranks take part. A tensor
+whose shards are not ranges of the file, such as columns, is put together in memory. If the store
+needs parts of equal size, one rank uploads the whole file.
 """
 
 from __future__ import annotations

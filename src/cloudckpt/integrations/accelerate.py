@@ -256,7 +256,7 @@ def _read_small_files(accelerator: Any, folder: str, uri: str) -> None:
 
 
 def _parts(accelerator: Any, uri: str, only: set[str] | None = None) -> Parts:
-    """Returns the accelerator's optimizers and models; with ``only``, just the models it names.
+    """Returns the accelerator's optimizers, and its models or, if ``only`` is given, those named.
 
     Raises:
         ConfigError: If DeepSpeed or Megatron-LM hold the models, or an optimizer has parameters of

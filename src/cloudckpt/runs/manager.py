@@ -379,8 +379,8 @@ class CheckpointManager(ClosedAtExit):
     ) -> int | None:
         """Loads a checkpoint into ``state`` in place: by default the newest intact one of the run.
 
-        Saves of this manager that are in progress end first. If a checkpoint is damaged, an error
-        is logged, and the previous checkpoint is loaded; all of ``state`` then comes from that
+        Saves of this manager that are in progress end first. If the newest checkpoint is damaged,
+        an error is logged, and the previous one is loaded; all of ``state`` then comes from that
         checkpoint. All ranks load the same checkpoint.
 
         A pending step, which a killed job had staged, is committed here if the saving processes of
@@ -423,12 +423,12 @@ class CheckpointManager(ClosedAtExit):
         load = functools.partial(
             load_from, self._checkpointer, self._meeting, state, keys, verify=verify, strict=strict
         )
+        self._saver.join()
         if source is not None:
             run = Run(source, step_name=self._run.names.pattern, config=self._run.config)
             uri, loaded_step = self._meeting.broadcast_from_first(lambda: checkpoint_in(run, step))
             load(uri, self._run.config)
             return loaded_step
-        self._saver.join()
 
         def go_on_from(step: int | None, notes: Notes | None) -> None:
             self._saves.begin(step, "restored")

@@ -1,4 +1,7 @@
-"""Restores a step of a run: the newest intact one on the line, or a requested one."""
+"""Restores a checkpoint of a run: a requested step, or the newest intact step of the training.
+
+The steps of the training are those on the run's line (:mod:`cloudckpt.runs.line`).
+"""
 
 from __future__ import annotations
 

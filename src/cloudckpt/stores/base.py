@@ -255,9 +255,9 @@ class ObjectStore(RangeReader):
     def create_upload(self, key: str, part_size: int) -> Upload:
         """Begins and returns an upload in parts of `part_size` bytes; the last part may be shorter.
 
-        Parts may also differ in size unless ``capabilities.equal_parts``. In a local file, part
-        ``number`` begins at byte ``(number - 1) * part_size``: with a `part_size` of 1, the number
-        is the offset of its first byte plus 1.
+        Unless ``capabilities.equal_parts``, parts may also have other sizes. In a local file, part
+        ``number`` begins at byte ``(number - 1) * part_size``. To write parts of any size there,
+        pass a `part_size` of 1, and the offset of a part's first byte plus 1 as its number.
         """
 
     @abstractmethod

@@ -106,7 +106,15 @@ class CloudStorage(Storage):  # type: ignore[misc]
     # ---- files
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """Opens a file for reading; bytes that cloudckpt wrote are verified before they arrive."""
+        """Opens a file for reading.
+
+        Bytes that cloudckpt wrote are compared with their checksums before they are returned.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            CheckpointCorruptError: If the file is damaged; reading it may raise this, too.
+            CheckpointReplacedError: If the folder is replaced again and again meanwhile.
+        """
         folders, key = self._at(path)
         return folders.opened(key)
 
