@@ -61,8 +61,8 @@ def open_group(
 
     Nothing else uses the group: it is new, or was kept when its saver was closed.
 
-    The ranks meet through a store, which does not notice that one has died. So the long timeout
-    covers only their arrival; once all have arrived, they connect within seconds or never.
+    The ranks meet through torch's key-value store, which does not notice that a rank has died. So
+    ``start_timeout`` covers only their arrival; after that, they connect within seconds or never.
 
     Args:
         parent: The ranks; None for all.

@@ -221,9 +221,9 @@ class CloudLoadPlanner(DefaultLoadPlanner):
         self.state_dict[name] = container[last] = value
 
     def _empty(self, table: Table) -> dict[str, str]:
-        """Returns why empty dicts of the state dict are not loaded, by name.
+        """Returns the names of empty dicts that are not loaded, each with the reason.
 
-        In the checkpoint, such a dict has entries, or a tensor has its name.
+        It is that in the checkpoint the dict has entries, or a tensor has this name.
         """
         names = {".".join(map(str, path)) for path in self._flat.empty}
         counts: Counter[str] = Counter()

@@ -162,6 +162,6 @@ class CloudModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
 
 def _same(first: str, second: str) -> bool:
-    """Returns whether two URIs are the same location; ``az`` URIs may leave out the account."""
+    """Returns whether two URIs are the same location; the account of ``az`` URIs is ignored."""
     parsed = (CheckpointURI.parse(uri) for uri in (first, second))
     return len({(uri.scheme, uri.bucket, uri.prefix) for uri in parsed}) == 1

@@ -273,10 +273,10 @@ _KEYS_AWAITED = 600  # as the latter, for the credentials that botocore finds
 
 
 def _current(found: Any, awaited: int, fetch: SharedCall[Any]) -> tuple[str, ...]:
-    """Returns the access key, secret key and token of `found`, renewed by `fetch` if they are due.
+    """Returns the access key, secret key and token of botocore's credentials `found`.
 
-    They are due if they expire within `awaited` seconds, or `found` is None. `fetch` makes one
-    request for all threads; botocore alone would make one for each thread, one after another.
+    They are renewed by `fetch` if they expire within `awaited` seconds, or `found` is None. `fetch`
+    makes one request for all threads; botocore alone would make one for each, one after another.
     """
     is_due = getattr(found, "refresh_needed", lambda seconds: found is None)
     frozen = fetch() if is_due(awaited) else found.get_frozen_credentials()
