@@ -125,8 +125,8 @@ class Outcome:
 def as_socket(channel: Connection) -> Iterator[socket.socket]:
     """Yields the channel as a socket, for operations that a ``Connection`` does not have.
 
-    No other thread may use the channel at the start of the block: a default timeout of Python's
-    sockets briefly makes the channel nonblocking.
+    No other thread may use the channel at the start of the block: in a program that has called
+    ``socket.setdefaulttimeout``, the channel is nonblocking for a moment.
     """
     with socket.socket(fileno=os.dup(channel.fileno())) as end:
         end.setblocking(True)

@@ -151,7 +151,7 @@ def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _becoming(theirs: Any, ours: type[Any]) -> Callable[..., None]:
-    """Returns a new ``__init__`` for torch's class: a path in a store makes an object of ``ours``.
+    """Returns an ``__init__`` for torch's class that makes an ``ours`` of it for a path in a store.
 
     An object of a derived class keeps its class: torch's own ``__init__`` is called if the class
     accepts the URI; otherwise an InstallError is raised. Arguments of torch's class that have no

@@ -52,7 +52,7 @@ class CloudDDPStrategy(TrainerOnStores, DDPStrategy):  # type: ignore[misc]
 
 
 class CloudFSDPStrategy(TrainerOnStores, FSDPStrategy):  # type: ignore[misc]
-    """Lightning's ``FSDPStrategy`` (FSDP1) that saves shards, also to URIs."""
+    """Lightning's ``FSDPStrategy`` (FSDP1) that also saves to URIs, and always saves shards."""
 
     def __init__(self, *args: Any, state_dict_type: str = "sharded", **kwargs: Any) -> None:
         """Takes Lightning's arguments, and the options of :class:`TrainerOnStores`.

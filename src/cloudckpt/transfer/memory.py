@@ -122,7 +122,7 @@ def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor; valid only while the caller keeps the tensor."""
+    """Returns the memory of a contiguous CPU tensor; valid only while the tensor is kept."""
     size = tensor.numel() * tensor.itemsize
     if size == 0:
         return memoryview(b"")

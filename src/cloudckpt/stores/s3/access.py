@@ -371,7 +371,7 @@ class Sessions:
         """
         self._bucket, self._uri = bucket, uri
         self.identity = Credentials(lambda: Keys(session, uri, errors), errors)
-        """The credentials that sign copies, which may read buckets that no session covers."""
+        """The credentials for copy requests: a session does not cover the bucket of the source."""
         self._client = client
         self._keys: Any = None
         self._fetch = SharedCall(self._fetched, errors)
