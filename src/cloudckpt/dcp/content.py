@@ -34,6 +34,7 @@ __all__ = ["Content", "PerRank", "per_rank", "without_ranks"]
 T = TypeVar("T")
 
 _OF_RANK = re.compile(r"rank_(\d+)")
+_name_of = "rank_{}".format
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _LEAVES = frozenset((*_ATOMS, torch.Tensor, torch.nn.Parameter, DTensor))
 
@@ -133,7 +134,7 @@ class Content:
         if type(value) in _LEAVES:
             return value
         if isinstance(value, PerRank):
-            name = f"rank_{self._rank}"
+            name = _name_of(self._rank)
             check_nesting({name: value.value})
             inner = {name: self._saved(value.value, (*path, name))}
             self._own.append(_Own(path, value, inner))
@@ -219,7 +220,7 @@ class Content:
         return given
 
     def _take(self, value: PerRank[Any], loaded: Mapping[str, Any], path: Path) -> None:
-        own = f"rank_{self._rank}"
+        own = _name_of(self._rank)
         if value.is_loaded:
             value.value = self._put(value.value, loaded[own], (*path, own))
         # without ``is_loaded``, the entry of this rank is its own value
@@ -254,7 +255,7 @@ class Content:
             asked = [self._rank] if of_ranks.keys() == {*range(ranks)} else sorted(of_ranks)
             own.inner.clear()
             for rank, names in of_ranks.items():
-                name = f"rank_{rank}"
+                name = _name_of(rank)
                 if rank not in asked:
                     self.others.update(names)
                 elif rank == self._rank and own.takes(names, metadata):
